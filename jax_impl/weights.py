@@ -37,7 +37,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
-from shared.models.formats.weight_format import SCALES, QuantizedFormat
+from shared.models.formats.weight_format import QuantizedFormat
 from shared.models.parameter import Parameter, of_rank
 from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import DRAFT_HEAD, divided_parameters
@@ -265,12 +265,8 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Returns True if a layer gets stacked weights for kernels, not its own matrices."""
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
-    stored = stacks[name]
-    if not isinstance(stored, Matrix):
-        return linear.reads_stacks(stored, device)
-    if stored.format.quantizes_activations:  # has float32 scales
-        return linear.reads_stacks(loaded.alone["embed"], device)
-    return linear.reads_stacks(stored.planes[SCALES], device)
+    is_quantised = isinstance(stacks[name], Matrix)  # kernels read it with rows of this dtype
+    return linear.reads_stacks(loaded.alone["embed"] if is_quantised else stacks[name], device)
 
 
 # Records of the arrays of a trace

@@ -175,14 +175,14 @@ class LinearTiles:
     Attributes:
       rows, columns: Rows and outputs of a program; fewer rows if a call has fewer. With TMA,
         columns can also be 96 or 192, and rows 8 with swap-AB.
-      depth: Inputs per step; for quantised rows some FP8 blocks, added one by one.
+      depth: Inputs per step; for quantised rows some FP8 blocks, added one by one. Packed weights
+        have their own.
       swapped: Swap-AB: outputs, not rows, are the wide side of the tensor core.
       described: Whether blocks are copied by TMA descriptors; in Pallas by `linear_sm90`, which is
         persistent and has additional producer warps, if it supports the call.
       persistent: Whether a multiprocessor has one program, which processes blocks in turn.
-      widens: Whether packed FP8 is dequantised in memory first, by a separate kernel. Otherwise it
-        is dequantised in registers, which requires the depth of an FP8 block and swapped tiles that
-        are neither described nor persistent.
+      widens: Whether a separate kernel dequantises a packed weight in memory first. Otherwise it is
+        dequantised in registers, which requires tiles that are neither described nor persistent.
       warps, stages: Warps and pipeline stages of the kernel.
     """
 
@@ -199,12 +199,6 @@ class LinearTiles:
     warps: int
     stages: int
 
-    @property
-    def takes_fp8(self) -> bool:
-        """Returns whether packed FP8 can be dequantised in registers."""
-        has_blocks = self.depth == FP8_BLOCK and self.swapped
-        return has_blocks and not (self.described or self.persistent)
-
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
         least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": 16, "warps": 1}
@@ -217,11 +211,8 @@ class LinearTiles:
                     "rows or more for 4 warps"
                 )
         check_powers_of_two(self, least)
-        if not (self.widens or self.takes_fp8):
-            raise ValueError(
-                f"tiles without widens must be swapped, {FP8_BLOCK} deep, and neither "
-                "described nor persistent"
-            )
+        if not self.widens and (self.described or self.persistent):
+            raise ValueError("tiles without widens must be neither described nor persistent")
         check_at_least(self, stages=1)
 
     @property

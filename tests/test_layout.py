@@ -25,9 +25,10 @@ ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 _PARTS = """
     all_gather attention_layer_mainloop attention_layer_sm90 attention_sm90 block_loaders
-    encoder_attention encoder_attention_sm90 encoder_qkv_layout flag_protocol flatten_tree
-    fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_prefill gdn_rows gdn_tree
-    gumbel_noise head_dim_padding head_product kv_compaction latent_attention_mainloop
+    dequantize encoder_attention encoder_attention_sm90 encoder_qkv_layout flag_protocol
+    flatten_tree fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_prefill gdn_rows
+    gdn_tree
+    gumbel_noise head_dim_padding head_product int4_w4a16 kv_compaction latent_attention_mainloop
     latent_combine latent_rows linear_epilogue linear_launch linear_mainloop linear_sm90
     lm_head_epilogue logits_processing moe_align moe_gemm_tiles qk_norm_rope_kv_write rejection rope
     router row_bounds sampling_kernels split_kv sum_of_squares symmetric_memory threshold_bracket
@@ -146,10 +147,11 @@ def test_imports_are_at_module_top():
 
 KERNEL_IMPORTS = {
     *("shared.models.formats.fp8", "shared.models.formats.fp8_w8a16"),
+    *("shared.models.formats.four_bit", "shared.models.formats.int4_encoding"),
     *("shared.models.formats.weight_format", "shared.models.mlp"),
     *("shared.spec.attention_layer", "shared.spec.reduction_order"),
 }
-"""Modules of `shared` that kernels import: plain data and the layout of FP8 weights."""
+"""Modules of `shared` that kernels import: plain data and the layouts of quantised weights."""
 
 
 def test_kernels_import_plain_data_of_shared():

@@ -91,10 +91,10 @@ def _gated_delta(tensors: Tensors, prefix: str, place: int) -> GatedDelta:
         return tensors[f"{prefix}{name}"][place]
 
     return GatedDelta(
-        inputs=Matrix.plain(at("inputs")),
+        inputs=matrix_of(tensors, f"{prefix}inputs", place),
         conv=at("conv"),
         a_log=at("a_log"),
         dt_bias=at("dt_bias"),
         norm=at("norm"),
-        out=Matrix.plain(at("out")),
+        out=matrix_of(tensors, f"{prefix}out", place),
     )

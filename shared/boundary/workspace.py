@@ -5,8 +5,10 @@ hidden states for the drafter, the replay inputs of a verify step, and the logit
 computed from them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program, ProgramFeature, StepKind
@@ -16,6 +18,7 @@ from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
 from shared.models.mixers import GatedDeltaConfig, LatentAttentionConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
+from shared.models.parameters import parameters
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.reduction_order import ATTENTION, LATENT_ATTENTION
@@ -36,8 +39,8 @@ MOST_PARTS = 64
 """Maximum partial results that a split-KV kernel stores per row and split; for longer rows it
 stores them per span."""
 
-DENSE = "mlp.gate_up"
-"""Suffix of the names of dense weights that kernels may read quantised."""
+EXPERTS = ("experts.gate_up", "experts.down")
+"""Suffixes of the names of weights that kernels never dequantise in memory."""
 
 PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
@@ -244,11 +247,16 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
 def _widened_bytes(blueprint: BackendSpec) -> int:
     """Returns the bytes of one dense weight that kernels dequantise in memory for many rows."""
-    dense, hidden, formats = blueprint.config.dense, blueprint.config.hidden, blueprint.formats
-    expanded = [name for name, format in formats.items() if format.expands_dense]
-    if dense is None or not any(name.endswith(DENSE) for name in expanded):
-        return 0
-    return 2 * dense.intermediate * hidden * blueprint.item_bytes
+    expanded = (name for name, format in blueprint.formats.items() if format.expands_dense)
+    dense = frozenset(name for name in expanded if not name.endswith(EXPERTS))
+    return _largest(blueprint.config, dense) * blueprint.item_bytes if dense else 0
+
+
+@lru_cache(maxsize=16)
+def _largest(config: ModelConfig, names: frozenset[str]) -> int:
+    """Returns the elements of a layer's largest matrix among parameters."""
+    wanted = parameters(config, config.mtp is not None)
+    return max((math.prod(p.shape[1:]) for p in wanted if p.name in names), default=0)
 
 
 def _stream_bytes(program: Program, blueprint: BackendSpec) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shared.models.formats.names import ENCODINGS, FP8
+from shared.models.formats.names import ENCODINGS, FP8, INT4
 from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.disaggregation import DisaggregationOptions
 from shared.options.engine import EngineConfig
@@ -70,6 +70,7 @@ class ModelOptions:
         "w8a8_fp8: fp8 and --fp8-activations; weights are never quantized at startup",
         choices=(*ENCODINGS, W8A8_FP8),
         metavar="NAME",
+        values=dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), INT4),
     )
     fp8_activations: bool = flag(
         False,

@@ -227,10 +227,3 @@ def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> No
 def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         routing(**{"experts": 8, "top": 2} | changed)
-
-
-@each_language
-def test_experts_fp8_rejects_depth_other_than_block(language: str) -> None:
-    case = SMALL["FP8"]
-    with pytest.raises(ValueError, match="the depth of tiles for fp8_w8a16 must be 128, got 64"):
-        run(language, case, cut=tiles(fp8=True, depth=64))

@@ -177,8 +177,8 @@ def test_compressed_tensors_config_is_accepted(place, value) -> None:
     ("place", "value"),
     [
         ("quant_method", "modelopt"),
-        ("quant_method", "gptq"),
-        ("format", "pack-quantized"),
+        ("quant_method", "bitsandbytes"),
+        ("format", "marlin-24"),
         ("format", "int-quantized"),
         ("format", "mixed-precision"),
         ("kv_cache_scheme", {"num_bits": 8, "type": "float"}),

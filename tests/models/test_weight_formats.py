@@ -67,19 +67,19 @@ def test_w8a8_planes_dequantize_to_loaded_weight(by_output: bool) -> None:
 class Groups:
     """Encoding of four-bit integers with a scale for each group of inputs."""
 
-    name = "int4"
+    name = "planted"
 
 
 @dataclass(frozen=True)
-class Int4:
+class Planted:
     """Format of packed four-bit integers, in the order of the checkpoint."""
 
-    label = "INT4"
+    label = "planted"
     item_bytes = 1
     quantizes_activations = expands_dense = False
 
     @classmethod
-    def choose(cls, parameter, stored, context) -> Int4 | None:
+    def choose(cls, parameter, stored, context) -> Planted | None:
         if not context.on_gpu or not parameter.name.endswith("mlp.gate_up"):
             return None
         tensors = stored(parameter)
@@ -102,13 +102,13 @@ class Int4:
         return numbers.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-class Int4Reader:
-    """Reader of `X_packed` and `X_scale`, without a tensor `X`."""
+class PlantedReader:
+    """Reader of `X_planted` and `X_sizes`, without a tensor `X`."""
 
     stored_as = "I32 with scales"
 
     def companions(self, name, files) -> tuple[str, ...]:
-        names = (f"{name}_packed", f"{name}_scale")
+        names = (f"{name}_planted", f"{name}_sizes")
         return names if files.has(names[0]) else ()
 
     def is_unused(self, name, files) -> bool:
@@ -134,11 +134,13 @@ class Int4Reader:
 
     def dequantized(self, source, files) -> np.ndarray:
         read = self.stored(source, files).read
-        return slice_tensor(source, Int4().dequantize({x: read(x) for x in ("values", "scales")}))
+        return slice_tensor(
+            source, Planted().dequantize({x: read(x) for x in ("values", "scales")})
+        )
 
 
 SPELLING = CompressedTensors(
-    formats=("pack-quantized",),
+    formats=("planted",),
     served={"num_bits": [4], "type": ["int"], "group_size": [GROUP]},
     activations={},
     read=lambda weights: Groups(),
@@ -146,7 +148,7 @@ SPELLING = CompressedTensors(
 WEIGHTS = {"weights": {"num_bits": 4, "type": "int", "group_size": GROUP}}
 STATED = {
     "quant_method": SPELLING.method,
-    "format": "pack-quantized",
+    "format": "planted",
     "config_groups": {"group_0": WEIGHTS},
 }
 
@@ -165,15 +167,15 @@ def torch_dequantized(planes: Mapping[str, Any]) -> torch.Tensor:
 
 
 @pytest.fixture
-def int4(monkeypatch, tmp_path) -> Path:
+def planted(monkeypatch, tmp_path) -> Path:
     """Registers the format, and writes a checkpoint with packed MLPs."""
-    planted = {"int4": registry.Quantization(Int4Reader(), (SPELLING,), (Int4,))}
-    monkeypatch.setattr(registry, "QUANTIZATIONS", registry.QUANTIZATIONS | planted)
+    of_registry = {"planted": registry.Quantization(PlantedReader(), (SPELLING,), (Planted,))}
+    monkeypatch.setattr(registry, "QUANTIZATIONS", registry.QUANTIZATIONS | of_registry)
     for module, ops in (
         (jax_formats, FormatOps(jax_dequantized, lambda words: words, None)),
         (torch_formats, FormatOps(torch_dequantized, lambda words: words, None)),
     ):
-        monkeypatch.setattr(module, "FORMATS", {**module.FORMATS, Int4: ops})
+        monkeypatch.setattr(module, "FORMATS", {**module.FORMATS, Planted: ops})
     config = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)
     (tmp_path / "config.json").write_text(
         json.dumps(
@@ -193,24 +195,24 @@ def written(folder: Path, config: ModelConfig) -> Path:
         rows, inputs = source.shape
         words = rng.integers(-(2**31), 2**31, (rows, inputs // PARTS)).astype(np.int32)
         scales = rng.uniform(0.01, 0.02, (rows, inputs // GROUP)).astype(half)
-        tensors |= {f"{name}_packed": ("I32", words), f"{name}_scale": ("BF16", scales)}
+        tensors |= {f"{name}_planted": ("I32", words), f"{name}_sizes": ("BF16", scales)}
     write_stored(folder / "model.safetensors", tensors)
     return folder
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_planted_int4_format_served_by_both_backends(int4: Path, ranks: int) -> None:
-    config, opened = config_from_folder(int4), open_checkpoint(int4)
+def test_planted_format_served_by_both_backends(planted: Path, ranks: int) -> None:
+    config, opened = config_from_folder(planted), open_checkpoint(planted)
     opened.check(config, False)
-    assert stated_encoding(json.loads((int4 / "config.json").read_text())) == Groups()
+    assert stated_encoding(json.loads((planted / "config.json").read_text())) == Groups()
     local = [p.shard(ranks - 1, ranks) for p in parameters(config, False)]
     formats = registry.choose_formats(local, opened.stored, ON_GPU)
-    assert formats == {"mlp.gate_up": Int4()}
+    assert formats == {"mlp.gate_up": Planted()}
     gate_up = next(p for p in local if p.name == "mlp.gate_up")
     want = opened.load(gate_up, np.float32)
     planes = read_planes_of(opened, gate_up)
-    assert sum(x.nbytes for x in planes.values()) == plane_bytes(Int4(), gate_up.shape)
-    matrix = Matrix(Int4(), planes).at(1)
+    assert sum(x.nbytes for x in planes.values()) == plane_bytes(Planted(), gate_up.shape)
+    matrix = Matrix(Planted(), planes).at(1)
     np.testing.assert_array_equal(matrix.format.dequantize(matrix.rows(3).planes), want[1, 3:])
     if ranks == 1:
         nothing = lambda num_bytes: None  # noqa: E731
@@ -229,17 +231,17 @@ def test_planted_int4_format_served_by_both_backends(int4: Path, ranks: int) -> 
 
 def read_planes_of(opened, parameter) -> dict[str, np.ndarray]:
     kinds = {"values": np.int32, "scales": ml_dtypes.bfloat16}
-    shapes = Int4().planes(parameter.shape)
+    shapes = Planted().planes(parameter.shape)
     planes = {name: np.empty(plane.shape, kinds[name]) for name, plane in shapes.items()}
-    for piece in opened.planes(parameter, Int4(), lambda num_bytes: None):
+    for piece in opened.planes(parameter, Planted(), lambda num_bytes: None):
         planes[piece.plane][piece.place] = piece.part
     return planes
 
 
-def test_planted_int4_format_names_faulty_tensor(int4: Path) -> None:
-    config = json.loads((int4 / "config.json").read_text()) | {"intermediate_size": 96}
-    with pytest.raises(CheckpointError, match="gate_proj.weight_packed has shape"):
-        open_checkpoint(int4).check(config_from_dict(config), False)
+def test_planted_format_names_faulty_tensor(planted: Path) -> None:
+    config = json.loads((planted / "config.json").read_text()) | {"intermediate_size": 96}
+    with pytest.raises(CheckpointError, match="gate_proj.weight_planted has shape"):
+        open_checkpoint(planted).check(config_from_dict(config), False)
 
 
 def test_registry_lists_all_names_of_encodings() -> None:

@@ -99,7 +99,7 @@ def unsupported(hub: Hub) -> None:
 
 
 def quantized(hub: Hub) -> None:
-    edit_config(hub, quantization_config={"quant_method": "awq", "bits": 4})
+    edit_config(hub, quantization_config={"quant_method": "aqlm", "bits": 4})
 
 
 def other_sizes(hub: Hub) -> None:
@@ -118,7 +118,7 @@ def broken_tokenizer(hub: Hub) -> None:
 
 FAULTS = {
     "family": (unsupported, (), "GPTBigCodeForCausalLM, which is not supported", 0),
-    "quantization": (quantized, (), "awq", 0),
+    "quantization": (quantized, (), "aqlm", 0),
     "context": (lambda hub: None, ("--context-length", "9999999"), "--context-length", 1),
     "shape": (other_sizes, (), "has shape", 1),
     "tensor": (more_layers, (), "has no tensor", 1),

@@ -12,7 +12,13 @@ import numpy as np
 Stored = dict[str, tuple[str, np.ndarray]]
 """Each tensor's type, as a file calls it, and its numbers; codes of eight bits are bytes."""
 
-KINDS: dict[str, Any] = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}
+KINDS: dict[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 
 
 def read_stored(path: Path) -> Stored:

@@ -46,7 +46,7 @@ MODULES = (
     "experts",
     "head_product",
     "flatten_tree",
-    "fp8_w8a16",
+    "dequantize",
     "fp8_activations",
     "moe_align",
     "qk_norm_rope_kv_write",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,17 @@ import numpy as np
 import torch
 
 from kernels.tiles import LinearTiles
-from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats import four_bit, fp8, fp8_w8a16
 from shared.models.formats.fp8 import Granularity
-from shared.models.formats.weight_format import PLAIN, first_row
+from shared.models.formats.int4_encoding import Int4Encoding, scale_shape
+from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
+from shared.models.formats.weight_format import (
+    PLAIN,
+    SCALES,
+    VALUES,
+    QuantizedFormat,
+    first_row,
+)
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -24,6 +32,13 @@ Arrays = tuple[np.ndarray, ...]
 KINDS = ["plain", "normed", "gated", "added"]
 KINDS += ["biased", "biased, normed", "biased, gated", "times, added", "biased, times, added"]
 """Prologues and epilogues of a product."""
+LARGE = [
+    {"R": 1, "K": 4096, "N": 1280},
+    {"R": 70, "K": 2048, "N": 4096},
+    {"R": 200, "K": 5120, "N": 640},
+    {"R": 600, "K": 1024, "N": 12288},
+]
+"""Sizes of a GPU."""
 
 
 def tiles(**changed: int | bool) -> LinearTiles:
@@ -72,6 +87,18 @@ def alone(cut: LinearTiles) -> dict[str, Any]:
     return how | nothing
 
 
+class Weights(NamedTuple):
+    """Two weights `[2, outputs, inputs]` of a format, and their scales if they are packed."""
+
+    format: str
+    values: np.ndarray
+    scales: np.ndarray | None = None
+
+
+def plain_weights(outputs: int, inputs: int) -> Weights:
+    return Weights(PLAIN, normal(1, 2, outputs, inputs) / 8)
+
+
 def in_bfloat16(
     language: str,
     kind: str,
@@ -82,27 +109,17 @@ def in_bfloat16(
     N: int,
     out_type: str,
     first: int,
-    words: bool | None = None,
-    granularity: Granularity = Granularity.BLOCK,
+    weights_of: Callable[[int, int], Weights] = plain_weights,
 ) -> Arrays:
-    """A product of numbers that are bfloat16, of the second of two weights, as float32.
-
-    Args:
-      words: The weights are those of FP8, in words or widened.
-      granularity: Of the scales of FP8.
-    """
+    """A product of numbers that are bfloat16, of the second of two weights, as float32."""
     is_gated = "gated" in kind
-    x, outputs, scales = normal(0, R, K), first + (2 if is_gated else 1) * N, None
-    if words is None:
-        weights = normal(1, 2, outputs, K) / 8
-    elif words:
-        weights, scales = as_w8a16(outputs, K, granularity)
-    else:
-        weights = fp8_w8a16.widened(*as_w8a16(outputs, K, granularity))
+    x, outputs = normal(0, R, K), first + (2 if is_gated else 1) * N
+    format, weights, scales = weights_of(outputs, K)
     stored = weights.shape[1]
     first_scale = 0 if scales is None else first_row(first, stored, scales.shape[1])
+    has_words = scales is not None and scales.dtype == np.int32
     added, norm, how = behind(kind, cut, R, N)
-    how["format"] = "fp8_w8a16" if words else PLAIN
+    how["format"] = format
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]
     squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
@@ -113,8 +130,10 @@ def in_bfloat16(
                 y if y is None else y.float()
                 for y in module.product(
                     x.bfloat16(),
-                    weights[1, first:] if words else weights[1, first:].bfloat16(),
-                    scales if scales is None else scales[1, first_scale:].bfloat16(),
+                    weights[1, first:].bfloat16() if format == PLAIN else weights[1, first:],
+                    scales
+                    if scales is None
+                    else scales[1, first_scale:].to(torch.int32 if has_words else torch.bfloat16),
                     squares=squares,
                     bias=bias if bias is None else bias[1, first:].bfloat16(),
                     added=added if added is None else added.to(dtype),
@@ -131,8 +150,8 @@ def in_bfloat16(
             y if y is None else y.astype(jnp.float32)
             for y in module.product(
                 x.astype(jnp.bfloat16),
-                weights if words else weights.astype(jnp.bfloat16),
-                scales if scales is None else scales.astype(jnp.bfloat16),
+                weights.astype(jnp.bfloat16) if format == PLAIN else weights,
+                scales if scales is None or has_words else scales.astype(jnp.bfloat16),
                 squares=squares,
                 bias=bias if bias is None else bias.astype(jnp.bfloat16),
                 added=added if added is None else added.astype(dtype),
@@ -150,11 +169,63 @@ def in_bfloat16(
 
 
 @lru_cache(maxsize=1)  # many tiles multiply by the same weights, which take seconds to make
-def as_w8a16(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
-    """Two weights in FP8, in words and with the scales that kernels take, of several sizes."""
+def as_w8a16(granularity: Granularity, outputs: int, inputs: int) -> Weights:
+    """Two weights in FP8, packed, with scales of several sizes."""
     rng, weights = np.random.default_rng(5), normal(1, 2, outputs, inputs) / 8
     scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
     codes = fp8.apply_scales(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)
+    return Weights("fp8_w8a16", fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales))
+
+
+@lru_cache(maxsize=1)
+def as_w4a16(encoding: Int4Encoding, outputs: int, inputs: int) -> Weights:
+    """Two weights in INT4, packed, with every code, scales of several sizes and zero points."""
+    rng = np.random.default_rng(5)
+    words = four_bit.pack(rng.integers(0, 16, (2, outputs, inputs), np.uint8))
+    shape = scale_shape((2, outputs, inputs), encoding.group)
+    kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}[encoding.scale_type]
+    scales = rng.uniform(0.01, 0.03, shape).astype(kind).astype(np.float32)
+    format = Int4W4A16.of(encoding)
+    assert format is not None
+    if format.has_words:
+        zeros = rng.integers(0, 16, shape, np.uint8) if encoding.has_zeros else None
+        return Weights(format.name, words, scale_words(scales, zeros))
+    return Weights(format.name, words, scales)
+
+
+def dequantized(format: QuantizedFormat, weights: Weights) -> Weights:
+    """The same weights, not packed."""
+    planes = {VALUES: weights.values, SCALES: weights.scales}
+    return Weights(PLAIN, format.dequantize(planes))
+
+
+def dequantized_in_memory(language: str, weights: Weights) -> Arrays:
+    """The second of two weights, dequantised by the kernel for many rows."""
+    format, values, scales = weights
+    module, has_words = KERNELS[language]["dequantize"], scales.dtype == np.int32
+    if language == "triton":
+        kind = torch.int32 if has_words else torch.bfloat16
+        how = KERNELS["triton"]["linear"].launching
+        return in_triton(
+            lambda x, y: module.dequantize(x[1], y[1].to(kind), format, **how(x)).float(),
+            values,
+            scales,
+        )
+    kind = jnp.int32 if has_words else jnp.bfloat16
+    return in_pallas(
+        lambda x, y, **how: module.dequantize(
+            x, y.astype(kind), jnp.int32(1), format, **how
+        ).astype(jnp.float32),
+        values,
+        scales,
+    )
+
+
+def check_close(got: Arrays, want: Arrays) -> None:
+    """The same bits; interpreted, XLA may add in an order of its own and round once or twice."""
+    for one, other in zip(got, want, strict=True):
+        if ON_GPU:
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

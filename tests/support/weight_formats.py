@@ -9,9 +9,12 @@ import numpy as np
 
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import Stored
+from shared.models.formats import four_bit
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
+from shared.models.formats.int4_encoding import Int4Encoding
+from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, QuantizedFormat
 from shared.models.parameter import Parameter
@@ -56,6 +59,16 @@ def w8a16_matrix(
     """A packed FP8 weight."""
     planes = {VALUES: pack(codes), SCALES: packed_scales(scales)}
     return Matrix(FP8W8A16(granularity), planes, bias)
+
+
+def int4_matrix(
+    codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, encoding: Int4Encoding
+) -> Matrix:
+    """A packed INT4 weight."""
+    format = Int4W4A16.of(encoding)
+    assert format is not None
+    stored = scale_words(scales, zeros) if format.has_words else scales
+    return Matrix(format, {VALUES: four_bit.pack(codes), SCALES: stored})
 
 
 def w8a8_matrix(codes: np.ndarray, scales: np.ndarray, bias: np.ndarray | None = None) -> Matrix:

@@ -7,14 +7,15 @@ tensor core, in one or several parts, each with the rows of the same inputs.
 |---|---|---|---|
 | `PlainLoader` | a step of the main loop | 1 | the stored numbers |
 | `FP8W8A16Loader` | 128 | 4 | packed FP8, dequantised to bfloat16 |
+| `Int4W4A16Loader` | 128 or 256 | 8 | packed INT4, dequantised to bfloat16 |
 | `FP8W8A8Loader` | 128 | 1 | FP8, with a scale of the block and one of each row |
 
 Loaders fix the order of the sum. Parts are added in input order, each to the accumulator of the
 part before it. Operands with scales are accumulated from zero over the block, and that sum times
 both scales is added with one rounding.
 
-A further weight-only format, such as INT4 or MXFP4 in groups, is one more subclass of
-`BlockLoader`, which yields dequantised parts, with an entry in `LOADERS`.
+A further weight-only format is one more subclass of `PackedLoader`, which yields dequantised parts,
+with an entry in `LOADERS`.
 """
 
 import functools
@@ -28,8 +29,10 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.fp8_w8a8 import add_codes, load_codes
-from kernels.pallas_gpu.gemm.fp8_w8a16 import four, widened
+from kernels.pallas_gpu.gemm.fp8_w8a16 import four
+from kernels.pallas_gpu.gemm.int4_w4a16 import int4_part, int4_scales
 from kernels.tiles import LinearTiles
+from shared.models.formats.four_bit import PARTS, block_of
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 from shared.models.formats.weight_format import PLAIN
 
@@ -109,12 +112,8 @@ class BlockLoader(ABC):
     """Loader of the blocks of a tile, for one weight format.
 
     Attributes:
-      inputs: Inputs of a block; None for those of a step.
-      widened: Dequantises a layer in memory; None if kernels never do.
+      depth: Inputs of a step.
     """
-
-    inputs: int | None = None
-    widened: Callable[..., Any] | None = None
 
     @classmethod
     def sized(cls, tiles: LinearTiles, rows: int, K: int) -> tuple[LinearTiles, int]:
@@ -127,7 +126,7 @@ class BlockLoader(ABC):
         """Returns the rows and outputs of a block, fields of `OperandTiles`."""
 
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
-        self._tile, self._depth, self._is_compiled = tile, depth, is_compiled
+        self.depth, self._tile, self._is_compiled = depth, tile, is_compiled
 
     def blocks(self, step: Any) -> Iterable[Any]:
         """Returns the numbers of the blocks of a step."""
@@ -180,7 +179,7 @@ class PlainLoader(BlockLoader):
 
     def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
         """Yields one part."""
-        at, tile = number * self._depth, self._tile
+        at, tile = number * self.depth, self._tile
         if tile.loads_weight_first:
             weights = list(self._weights(at))
             yield self._rows(at), weights
@@ -202,18 +201,34 @@ class PlainLoader(BlockLoader):
         K, step = ref.shape[-1], self._step
         inside = (at + step)[None, :] < K
         masks = [] if has_all else [is_one[:, None]]
-        masks += [] if K % self._depth == 0 else [inside]
-        shape = (is_one.shape[0], self._depth)
+        masks += [] if K % self.depth == 0 else [inside]
+        shape = (is_one.shape[0], self.depth)
         mask = functools.reduce(jnp.logical_and, [jnp.broadcast_to(m, shape) for m in masks], True)
         masked = {"mask": mask, "other": 0.0} if masks else {}
         return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **masked)
 
 
-class FP8W8A16Loader(BlockLoader):
-    """Loader of packed FP8 weights; all outputs have one accumulator, to read the rows once."""
+class PackedLoader(BlockLoader):
+    """Loader of weights with several inputs in an int32, which are dequantised to bfloat16.
 
-    inputs = FP8_BLOCK
-    widened = staticmethod(widened)
+    All outputs have one accumulator, to read the rows once.
+
+    Attributes:
+      packed: Inputs of an int32.
+      num_parts: Parts of a block.
+    """
+
+    packed: int
+    num_parts: int
+
+    @classmethod
+    @abstractmethod
+    def inputs_of(cls, words: int) -> int:
+        """Returns the inputs of a block, from the int32 of a row."""
+
+    @abstractmethod
+    def numbers(self, number: Any) -> Iterable[Any]:
+        """Loads a block and returns its dequantised parts."""
 
     @classmethod
     def of_block(cls, block: ResultBlock) -> dict[str, Any]:
@@ -233,37 +248,84 @@ class FP8W8A16Loader(BlockLoader):
     def __init__(self, tile: OperandTiles, depth: int, is_compiled: bool) -> None:
         super().__init__(tile, depth, is_compiled)
         (output,) = tile.outputs
-        self._output = output()
+        self._output, self.depth = output(), self.inputs_of(tile.weights.shape[-1])
         self._only_scale = self._scale_at(0) if tile.scales.shape[-1] == 1 else None
 
     def parts(self, number: Any, carried: Any) -> Iterator[tuple[Any, Iterable[Any]]]:
-        """Yields four parts."""
-        tile, lane = self._tile, lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
-        rows = (self._rows(number * FP8_BLOCK + part * lane.size + lane) for part in range(4))
-        if not tile.loads_weight_first:
+        """Yields the rows and the dequantised parts."""
+        width = self.depth // self.num_parts
+        firsts = (number * self.depth + part * width for part in range(self.num_parts))
+        rows = (self._rows(first + lax.iota(jnp.int32, width)[None, :]) for first in firsts)
+        if not self._tile.loads_weight_first:
             rows = iter(list(rows))
-        at = (*tile.stack, self._output, number * lane.size + lane)
-        words = _load(tile.weights, at, tile.is_output, tile.has_all_outputs)
-        scale = self._scale_at(number) if self._only_scale is None else self._only_scale
-        for weight in four(words, scale, self._is_compiled):
+        for weight in self.numbers(number):
             x = next(rows)
             yield x, (weight.astype(x.dtype),)
 
+    def _words(self, number: Any) -> Any:
+        tile, lane = self._tile, lax.iota(jnp.int32, self.depth // self.packed)[None, :]
+        at = (*tile.stack, self._output, number * lane.size + lane)
+        return _load(tile.weights, at, tile.is_output, tile.has_all_outputs)
+
     def _rows(self, inputs: Any) -> Any:
-        tile = self._tile
-        return _load(tile.x, (tile.row[:, None], inputs), tile.is_row, tile.has_all_rows)
+        tile, K = self._tile, self._tile.x.shape[1]
+        at = (tile.row[:, None], inputs)
+        if K % self.depth == 0:
+            return _load(tile.x, at, tile.is_row, tile.has_all_rows)
+        inside = inputs < K  # packed weights have whole blocks, rows have not
+        at = (tile.row[:, None], jnp.where(inside, inputs, K - 1))
+        inside = inside if tile.has_all_rows else inside & tile.is_row[:, None]
+        shape = (len(tile.row), inputs.shape[1])
+        return pltriton.load(tile.x.at[at], mask=jnp.broadcast_to(inside, shape), other=0.0)
 
     def _scale_at(self, number: Any) -> Any:
+        """Loads a column of scales: of a block or group, or the only one."""
         tile, output = self._tile, self._output
         share, _ = shares_of(tile.weights.shape, tile.scales.shape)
         at = (*tile.stack, lax.div(output, share), jnp.full(output.shape, number))
         return _load(tile.scales, at, tile.is_output, tile.has_all_outputs)
 
 
+class FP8W8A16Loader(PackedLoader):
+    """Loader of packed FP8 weights."""
+
+    packed = num_parts = 4
+
+    @classmethod
+    def inputs_of(cls, words: int) -> int:
+        """Returns the inputs of a block."""
+        return FP8_BLOCK
+
+    def numbers(self, number: Any) -> Iterable[Any]:
+        """Returns four parts, with the scales of the block."""
+        words = self._words(number)
+        scale = self._scale_at(number) if self._only_scale is None else self._only_scale
+        return four(words, scale, self._is_compiled)
+
+
+class Int4W4A16Loader(PackedLoader):
+    """Loader of packed INT4 weights."""
+
+    packed = num_parts = PARTS
+
+    @classmethod
+    def inputs_of(cls, words: int) -> int:
+        """Returns the inputs of a block."""
+        return block_of(PARTS * words)
+
+    def numbers(self, number: Any) -> Iterable[Any]:
+        """Yields eight parts, each with the scales of its group."""
+        tile, words = self._tile, self._words(number)
+        group = PARTS * tile.weights.shape[-1] // tile.scales.shape[-1]
+        width, scales = self.depth // PARTS, self._only_scale
+        for part in range(PARTS):
+            if self._only_scale is None and (part == 0 or part * width % group == 0):
+                scales = self._scale_at(lax.div(number * self.depth + part * width, group))
+            yield int4_part(words, int4_scales(scales), part, self._is_compiled)
+
+
 class FP8W8A8Loader(BlockLoader):
     """Loader of FP8 weights for quantised rows."""
-
-    inputs = FP8_BLOCK
 
     @classmethod
     def sized(cls, tiles: LinearTiles, rows: int, K: int) -> tuple[LinearTiles, int]:
@@ -291,7 +353,7 @@ class FP8W8A8Loader(BlockLoader):
 
     def blocks(self, step: Any) -> Iterable[Any]:
         """Returns the numbers of the blocks of a step, which may be several."""
-        count = self._depth // FP8_BLOCK
+        count = self.depth // FP8_BLOCK
         return (number + step * count for number in range(count))
 
     def start(self) -> Any:
@@ -340,6 +402,7 @@ class FP8W8A8Loader(BlockLoader):
 LOADERS: Mapping[str, type[BlockLoader]] = {
     PLAIN: PlainLoader,
     "fp8_w8a16": FP8W8A16Loader,
+    "int4_w4a16": Int4W4A16Loader,
     "fp8_w8a8": FP8W8A8Loader,
 }
 """Loaders by the name of the weight format."""

@@ -21,7 +21,8 @@ from kernels.pallas_gpu.collectives.all_gather import (
     all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
-from kernels.pallas_gpu.gemm.block_loaders import LOADERS, ResultBlock
+from kernels.pallas_gpu.gemm.block_loaders import ResultBlock
+from kernels.pallas_gpu.gemm.dequantize import dequantize, is_packed
 from kernels.pallas_gpu.gemm.linear_launch import (
     GemmInputs,
     GemmResults,
@@ -82,9 +83,9 @@ def product(
     Args:
       x: The rows; or quantised rows of `fp8_activations.quantised`.
       weights: Stacked weights `[outputs, inputs]`; gated weights have the gate's rows, then the up
-        projection's. The stack avoids the copy of a slice. Or packed FP8 (W8A16), with the bits of
-        the dequantised weight; or FP8, for quantised rows (W8A8).
-      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
+        projection's. The stack avoids the copy of a slice. Or packed (W8A16, W4A16), with the
+        bits of the dequantised weight; or FP8, for quantised rows (W8A8).
+      scales: Scales of packed weights, see `shared.models.formats`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
       format: Name of the weight format, which selects the block loader.
       num_rows: Number of quantised rows without padding.
@@ -119,8 +120,9 @@ def product(
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("persistent tiles must be described in Pallas")
-    if tiles.widens and (widened := LOADERS[format].widened) is not None:
-        weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
+    if tiles.widens and is_packed(format):
+        weights = dequantize(weights, scales, layer, format, interpret=interpret)[None]
+        scales = None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
         format = PLAIN
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)

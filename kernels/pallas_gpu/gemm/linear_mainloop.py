@@ -30,7 +30,7 @@ def sums_of(operands, format, block, is_compiled):
     )
     shape = (tile.columns, rows) if tiles.swapped else (rows, tile.columns)
     loader = LOADERS[format](tile, tiles.depth, is_compiled)
-    steps = pl.cdiv(tile.x.shape[1], tiles.depth)
+    steps = pl.cdiv(tile.x.shape[1], loader.depth)
     sums = accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped)
     if is_compiled:
         sums[0] = let_next_start(sums[0])

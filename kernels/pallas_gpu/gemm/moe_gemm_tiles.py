@@ -86,6 +86,6 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         loads_weight_first=config.format == PLAIN,
     )
     loader = LOADERS[config.format](tile, config.depth, not config.interpret)
-    steps = pl.cdiv(x_ref.shape[1], config.depth)
+    steps = pl.cdiv(x_ref.shape[1], loader.depth)
     (total,) = accumulate(loader, (len(output), config.lanes), 1, steps, is_swapped=True)
     return total

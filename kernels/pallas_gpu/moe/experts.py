@@ -20,7 +20,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
-from kernels.pallas_gpu.gemm.block_loaders import LOADERS
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, ExpertWeights, product, tile_of
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
@@ -176,7 +175,6 @@ def silu_and_mul_linear(
     config = ExpertGemmConfig(
         format, tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret
     )
-    _check(config)
     return pl.pallas_call(
         partial(_gated_kernel, eps=eps, squares_order=squares_order, config=config),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
@@ -209,7 +207,6 @@ def linear_add(
     config = ExpertGemmConfig(
         format, tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
     )
-    _check(config)
     of = jax.ShapeDtypeStruct
     stream = ExpertStream(
         rows=of((R, N), rows.dtype),
@@ -259,19 +256,6 @@ def linear_add(
 
 def _tiles(rows, routing, tiles):
     return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
-
-
-def _check(config):
-    """Checks the depth of tiles.
-
-    Raises:
-      ValueError: A step is not a block of the format.
-    """
-    inputs = LOADERS[config.format].inputs
-    if inputs not in (None, config.depth):
-        raise ValueError(
-            f"the depth of tiles for {config.format} must be {inputs}, got {config.depth}"
-        )
 
 
 def _gated_kernel(

@@ -7,25 +7,29 @@ the tensor core, in one or several parts. `load_rows` returns the rows in the sa
 |---|---|---|---|
 | `plain` | a step of the main loop | 1 | the stored numbers |
 | `fp8_w8a16` | 128 | 4 | packed FP8, dequantised to bfloat16 |
+| `int4_w4a16` | 128 or 256 | 8 | packed INT4, dequantised to bfloat16 |
 | `fp8_w8a8` | 128 | 1 | FP8, with a scale of the block and one of each row |
 
 `add_block` fixes the order of the sum. Parts are added in input order, each to the accumulator of
 the part before it. Operands with scales are accumulated from zero over the block, and that sum
 times both scales is added with one rounding.
 
-A further weight-only format, such as INT4 or MXFP4 in groups, is one more entry in `FORMATS`, and
-one more branch of `load_block`, which returns dequantised parts.
+A further weight-only format is one more entry in `FORMATS`, and one more branch of `load_block`,
+which returns dequantised parts.
 """
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_codes, scale_of
-from kernels.triton_gpu.gemm.fp8_w8a16 import four, widened
+from kernels.triton_gpu.gemm.fp8_w8a16 import four
+from kernels.triton_gpu.gemm.int4_w4a16 import int4_pair, int4_scales
+from shared.models.formats.four_bit import PARTS, block_of
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout, shares_of
 from shared.models.formats.weight_format import PLAIN
 
@@ -37,46 +41,60 @@ class BlockFormat(NamedTuple):
 
     Attributes:
       name: Name of the format; it selects the loader.
-      inputs: Inputs of a block; 0 in `FORMATS` for those of a step.
+      inputs: Inputs of a block; 0 in `FORMATS` for those that depend on the call.
       parts: Parts of a block, each of equally many inputs.
       packed: Inputs in a stored element.
       scales: Layout of the scales of a packed weight; None for other formats.
+      has_scale_words: Whether a scale is an int32, with a zero point.
     """
 
     name: str
     inputs: int
     parts: int
     packed: int
-    scales: ScaleLayout | None
+    scales: ScaleLayout | None = None
+    has_scale_words: bool = False
 
 
 FP8_W8A8 = "fp8_w8a8"
 """Name of the format of FP8 weights for quantised rows."""
 
 FORMATS = (
-    BlockFormat(PLAIN, inputs=0, parts=1, packed=1, scales=None),
-    BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4, scales=None),
-    BlockFormat(FP8_W8A8, inputs=FP8_BLOCK, parts=1, packed=1, scales=None),
+    BlockFormat(PLAIN, inputs=0, parts=1, packed=1),
+    BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4),
+    BlockFormat("int4_w4a16", inputs=0, parts=PARTS, packed=PARTS),
+    BlockFormat(FP8_W8A8, inputs=FP8_BLOCK, parts=1, packed=1),
 )
 """Formats without the sizes of a call."""
 
-WIDENED = {"fp8_w8a16": widened}
-"""Functions that dequantise a weight in memory, by the name of the format."""
+
+def is_packed(name: str) -> bool:
+    """Returns whether a format packs several inputs in a stored element."""
+    return any(each.packed > 1 for each in FORMATS if each.name == name)
 
 
 def format_of(name: str, depth: int, weight: Tensor, scales: Tensor | None) -> BlockFormat:
-    """Returns the format of a weight, for steps of `depth` inputs."""
+    """Returns the format of a weight; unpacked ones have steps of `depth` inputs."""
     (found,) = (each for each in FORMATS if each.name == name)
     if scales is None or found.packed == 1:
         return found._replace(inputs=found.inputs or depth)
-    return found._replace(scales=shares_of(weight.shape, scales.shape))
+    return found._replace(
+        inputs=found.inputs or block_of(found.packed * weight.shape[-1]),
+        scales=shares_of(weight.shape, scales.shape),
+        has_scale_words=scales.dtype == torch.int32,
+    )
 
 
-def sized(name: str, tiles: LinearTiles, rows: int, K: int) -> tuple[int, int]:
-    """Returns the rows of a tile, from at most `rows`, and the inputs per step of a call."""
-    if name == FP8_W8A8:
-        return tiles.rows_of_codes(rows), tiles.depth_of_codes(K)
-    return rows, tiles.depth_of(K) if name == PLAIN else tiles.depth
+def sized(
+    format: BlockFormat, tiles: LinearTiles, rows: int, K: int
+) -> tuple[BlockFormat, int, int]:
+    """Returns the format, the rows of a tile, from at most `rows`, and the inputs per step of a
+    call.
+    """
+    if format.name == FP8_W8A8:
+        return format, tiles.rows_of_codes(rows), tiles.depth_of_codes(K)
+    depth = tiles.depth_of(K) if format.name == PLAIN else format.inputs
+    return format._replace(inputs=depth), rows, depth
 
 
 class TileAccess(NamedTuple):
@@ -89,12 +107,14 @@ class TileAccess(NamedTuple):
       width: Stored elements of a load along the inputs.
       row: Stored elements of a row.
       has_all: Whether all rows are in bounds.
+      is_whole: Whether a row consists of whole blocks.
     """
 
     kind: str
     width: int
     row: int
     has_all: bool
+    is_whole: bool
 
 
 class TileLoads(NamedTuple):
@@ -124,9 +144,13 @@ class TileLoads(NamedTuple):
         is_pair: bool = False,
     ) -> "TileLoads":
         """Returns the loads of a GEMM; see `TileAccess`."""
-        rows = TileAccess(kind, format.inputs // format.parts, inputs, has_all_rows)
-        width, row = format.inputs // format.packed, inputs // format.packed
-        weight = TileAccess("pair" if is_pair else kind, width, row, has_all_outputs)
+        is_whole = inputs % format.inputs == 0
+        rows = TileAccess(kind, format.inputs // format.parts, inputs, has_all_rows, is_whole)
+        width, row = format.inputs // format.packed, inputs
+        if format.packed > 1:  # packed in whole blocks
+            row, is_whole = -(-inputs // format.inputs) * width, True
+        kind = "pair" if is_pair else kind
+        weight = TileAccess(kind, width, row, has_all_outputs, is_whole)
         return cls(format, rows, weight, inputs, is_interpreted)
 
 
@@ -164,7 +188,7 @@ class OperandBlock(NamedTuple):
 def packed_tile(
     values, scales, output, scale, is_output, has_all: tl.constexpr, loads: tl.constexpr
 ):
-    """Returns a tile of packed FP8 outputs; a scale per output is loaded.
+    """Returns a tile of packed outputs; a scale per output is loaded.
 
     Args:
       values, scales: Pointers to the packed values and to the scales.
@@ -219,11 +243,45 @@ def load_block(outputs, place, at, offset: tl.constexpr, beside: tl.constexpr, l
             has_all: tl.constexpr = access.has_all
             scales = _load_scales(scales + at // _BLOCK, outputs.is_inside, has_all)
         parts = four(words, scales, not loads.is_interpreted)
+    elif format.name == "int4_w4a16":
+        words = _load_tile(outputs, place, at // format.packed, offset, beside, access)
+        parts = _int4_parts(outputs, words, at, loads)
     else:
         parts = (_load_tile(outputs, place, at, offset, beside, access),)
         if format.name == "fp8_w8a8":
             scale = scale_of(outputs.scales, outputs.first + beside, at + offset, loads.K)
     return OperandBlock(parts=parts, scale=scale)
+
+
+@triton.jit
+def _int4_parts(outputs, words, at, loads: tl.constexpr):
+    """Dequantises a block of packed INT4, with the scales of each group."""
+    format: tl.constexpr = loads.format
+    width: tl.constexpr = loads.rows.width
+    has_words: tl.constexpr = format.has_scale_words
+    group: tl.constexpr = loads.weight.row * format.packed // format.scales.scales_in
+    count: tl.constexpr = format.parts
+    scales = _scales_of_part(outputs, at, 0, group, loads)
+    parts = ()
+    for byte in tl.static_range(count // 2):
+        first = scales
+        if byte > 0 and 2 * byte * width % group == 0:
+            first = _scales_of_part(outputs, at, 2 * byte * width, group, loads)
+        scales = first
+        if (2 * byte + 1) * width % group == 0:
+            scales = _scales_of_part(outputs, at, (2 * byte + 1) * width, group, loads)
+        parts += int4_pair(words, first, scales, byte, has_words, not loads.is_interpreted)
+    return parts
+
+
+@triton.jit
+def _scales_of_part(outputs, at, first: tl.constexpr, group: tl.constexpr, loads: tl.constexpr):
+    """Returns the scales of the group with the inputs `first` of a block."""
+    stored = outputs.scales
+    if loads.format.scales.scales_in > 1:
+        has_all: tl.constexpr = loads.weight.has_all
+        stored = _load_scales(stored + (at + first) // group, outputs.is_inside, has_all)
+    return int4_scales(stored, loads.format.has_scale_words)
 
 
 @triton.jit
@@ -267,9 +325,9 @@ def _load_tile(tile, place, at, offset: tl.constexpr, beside: tl.constexpr, acce
             lane += at + offset
             place += lane[None, :]
             is_input = lane < access.row
-        if access.has_all and access.row % access.width == 0:
+        if access.has_all and access.is_whole:
             part = tl.load(place)
-        elif access.row % access.width == 0:
+        elif access.is_whole:
             part = tl.load(place, mask=tile.is_inside[:, None], other=0.0)
         else:
             is_inside = tile.is_inside[:, None] & is_input[None, :]

@@ -3,19 +3,8 @@
 `shared.models.formats.fp8_w8a16` documents the packed layout.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int32
-from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
-
-_BLOCK = tl.constexpr(FP8_BLOCK)
-_WARPS = 4
 
 # Converts the bytes of two packed int32 to four pairs of bfloat16 by moving sign, exponent and
 # mantissa, also of subnormal numbers. The result is 2^-120 of the FP8 value.
@@ -64,57 +53,3 @@ def _moved(words, byte: tl.constexpr):
     code = (words >> (8 * byte)) & 0xFF
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
     return (bits << 16).to(tl.float32, bitcast=True)
-
-
-def widened(
-    words: Int32[Tensor, "N words"], scales: Float[Tensor, "scales scales_in"], **how: Any
-) -> Float[Tensor, "N K"]:
-    """Dequantises a weight in memory, for GEMMs that do not read packed FP8.
-
-    Args:
-      words: Packed FP8, `[outputs, inputs / 4]`.
-      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
-      how: Launch options, see `launching` in `linear`.
-    """
-    outputs, count = words.shape
-    wide = torch.empty((outputs, 4 * count), dtype=torch.bfloat16, device=words.device)
-    blocks_in = 4 * count // FP8_BLOCK
-    _widening_kernel[(outputs // FP8_BLOCK * blocks_in,)](
-        words,
-        scales,
-        wide,
-        shares=shares_of(words.shape, scales.shape),
-        blocks_in=blocks_in,
-        num_warps=_WARPS,
-        **how,
-    )
-    return wide
-
-
-@triton.jit
-def _widening_kernel(
-    words_at,
-    scales_at,
-    wide_at,
-    shares: tl.constexpr,
-    blocks_in: tl.constexpr,
-    is_launched: tl.constexpr,
-):
-    """One program per block."""
-    block = tl.program_id(0)
-    output = block // blocks_in * _BLOCK + tl.arange(0, _BLOCK)
-    lane = tl.arange(0, _BLOCK // 4)[None, :]
-    place = output.to(tl.int64)[:, None] * blocks_in + block % blocks_in
-    if is_launched:
-        gdc_wait()
-        gdc_launch_dependents()
-    scales_at += (output // shares.outputs * shares.scales_in)[:, None]
-    scale = tl.load(scales_at + block % blocks_in if shares.scales_in > 1 else scales_at)
-    first, second, third, fourth = four(
-        tl.load(words_at + place * (_BLOCK // 4) + lane), scale, is_launched
-    )
-    wide_at += place * _BLOCK + lane
-    tl.store(wide_at, first)
-    tl.store(wide_at + 32, second)
-    tl.store(wide_at + 64, third)
-    tl.store(wide_at + 96, fourth)

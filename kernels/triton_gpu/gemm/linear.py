@@ -17,7 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
 from kernels.triton_gpu.gemm import linear_sm90
-from kernels.triton_gpu.gemm.block_loaders import WIDENED, OperandTile, packed_tile
+from kernels.triton_gpu.gemm.block_loaders import OperandTile, is_packed, packed_tile
+from kernels.triton_gpu.gemm.dequantize import dequantize
 from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmOperands,
     ResultTile,
@@ -68,8 +69,8 @@ def product(
     Args:
       x: The rows; or quantised rows of `fp8_activations.quantised`.
       weight: `[outputs, inputs]`; gated weights have the gate's rows, then the up projection's. Or
-        packed FP8 (W8A16) with the bits of the dequantised weight, or FP8 for W8A8 rows.
-      scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`; or of FP8, as stored.
+        packed (W8A16, W4A16), with the bits of the dequantised weight, or FP8 for W8A8 rows.
+      scales: Scales of packed weights, see `shared.models.formats`; or of FP8, as stored.
       row_scales: Scales of quantised rows.
       format: Name of the weight format, which selects the block loader.
       out_type: Type of the result.
@@ -93,8 +94,8 @@ def product(
       all ranks, except the result with `added`: it is this rank's shard, and the second output is
       the next GEMM's input, with or without a norm.
     """
-    if tiles.widens and scales is not None and format in WIDENED:
-        weight, scales, format = WIDENED[format](weight, scales, **launching(x)), None, PLAIN
+    if tiles.widens and scales is not None and is_packed(format):
+        weight, scales, format = dequantize(weight, scales, format, **launching(x)), None, PLAIN
     is_wide = asks is None and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
     )

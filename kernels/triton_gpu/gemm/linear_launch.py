@@ -87,12 +87,12 @@ class GemmTiling:
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
         tiles = tiles if is_wide else tiles.narrowed
         rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
-        rows, depth = sized(format, tiles, rows, K)
+        found, rows, depth = sized(format_of(format, 0, weight, scales), tiles, rows, K)
         return cls(
             R=R,
             N=N,
             K=K,
-            format=format_of(format, depth, weight, scales),
+            format=found,
             tiles=tiles,
             rows=rows,
             depth=depth,

@@ -86,7 +86,7 @@ def product_of(
     """
     # Triton 3.6 takes attributes of a constant for constants only where they have a name.
     lanes: tl.constexpr = config.lanes
-    depth: tl.constexpr = config.depth
+    depth: tl.constexpr = sizes.loads.format.inputs
     stages: tl.constexpr = config.stages
     loads: tl.constexpr = sizes.loads
     rows = OperandTile(place=x_at, scales=x_at, first=0, is_inside=is_slot, count=0)

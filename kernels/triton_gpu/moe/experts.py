@@ -276,16 +276,8 @@ def _sizes(
     *,
     is_scaled: bool,
 ) -> ExpertGemmSizes:
-    """Returns the sizes of a GEMM.
-
-    Raises:
-      ValueError: A step is not a block of the format.
-    """
+    """Returns the sizes of a GEMM."""
     format = format_of(name, config.depth, stored.weights, stored.scales)
-    if config.depth != format.inputs:
-        raise ValueError(
-            f"the depth of tiles for {name} must be {format.inputs}, got {config.depth}"
-        )
     loads = TileLoads.of(
         format,
         "row",

@@ -34,11 +34,13 @@ class Spelling:
       method: Value of `quant_method`.
       served: Supported fields but lists of modules.
       read: Returns the encoding of checked fields.
+      hints: Fields about calibration, and settings of other programs, which are not read.
     """
 
     method: str
     served: Served
     read: Callable[[Json], TensorEncoding]
+    hints: tuple[str, ...] = ()
 
     def matches(self, stated: Json) -> bool:
         """Returns True if a config of this method declares the encoding."""
@@ -46,7 +48,9 @@ class Spelling:
 
     def check(self, stated: Json) -> None:
         """Raises `ValueError` for the first unsupported field."""
-        refuse_others(stated, {"quant_method": [self.method], **self.served}, HINTS, "")
+        refuse_others(
+            stated, {"quant_method": [self.method], **self.served}, (*HINTS, *self.hints), ""
+        )
 
     def encoding(self, stated: Json) -> TensorEncoding:
         """Returns the encoding of a checked config."""
@@ -133,5 +137,5 @@ def refusal(what: str, must: str = "") -> ValueError:
     """Returns the error for an unsupported setting, with the supported values in `must`."""
     return ValueError(
         f"quantization_config {what} is not supported{must}; "
-        f"use an unquantised checkpoint, or one in {' or '.join(ENCODINGS).upper()}"
+        f"use an unquantised checkpoint, or one in {' or '.join(map(str.upper, ENCODINGS))}"
     )

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.models.config_fields import Json
-from shared.models.formats.fp8_checkpoint import SPELLINGS, FP8Reader
+from shared.models.formats.fp8_checkpoint import SPELLINGS as FP8_SPELLINGS
+from shared.models.formats.fp8_checkpoint import FP8Reader
 from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
-from shared.models.formats.names import FP8
+from shared.models.formats.int4_checkpoint import SPELLINGS as INT4_SPELLINGS
+from shared.models.formats.int4_checkpoint import Int4Reader
+from shared.models.formats.int4_w4a16 import Int4W4A16
+from shared.models.formats.names import FP8, INT4
 from shared.models.formats.quantization_config import Spelling, refuse_others, require
 from shared.models.formats.weight_format import (
     FormatContext,
@@ -39,7 +43,10 @@ class Quantization(NamedTuple):
     formats: tuple[type[QuantizedFormat], ...]
 
 
-QUANTIZATIONS = {FP8: Quantization(FP8Reader(), SPELLINGS, (FP8W8A8, FP8W8A16))}
+QUANTIZATIONS = {
+    FP8: Quantization(FP8Reader(), FP8_SPELLINGS, (FP8W8A8, FP8W8A16)),
+    INT4: Quantization(Int4Reader(), INT4_SPELLINGS, (Int4W4A16,)),
+}
 """Encodings by name, in the order in which they are tried."""
 
 

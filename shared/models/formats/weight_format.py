@@ -25,9 +25,8 @@ PLAIN = "plain"
 Planes = Mapping[str, Any]
 """Planes of a weight by name, as arrays of a backend."""
 
-VALUES, SCALES = "values", "scales"
-"""Planes of elements, one row per output, and of their scales."""
-
+VALUES, SCALES, ZEROS = "values", "scales", "zeros"
+"""Planes of elements, one row per output, of their scales and of their zero points."""
 
 ITEM_BYTES = {
     "bfloat16": 2,
@@ -128,8 +127,8 @@ class StoredTensor(NamedTuple):
     Attributes:
       source: The tensor.
       encoding: Its encoding.
-      read: Reads the stored elements of the slice (`VALUES`), or the scales of the whole tensor
-        (`SCALES`).
+      read: Reads the stored elements of the slice (`VALUES`), or their scales or zero points
+        (`SCALES`, `ZEROS`). The scales of FP8 are those of the whole tensor.
     """
 
     source: CheckpointTensor
@@ -218,7 +217,7 @@ class WeightFormat(Protocol):
         ...
 
     @property
-    def item_bytes(self) -> int:
+    def item_bytes(self) -> float:
         """Bytes of an element, by which tile configs are selected."""
         ...
 

@@ -1,5 +1,6 @@
 """Cases of the products of `linear`: small and odd ones, and those of a layer of Qwen3-8B."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -9,9 +10,10 @@ from jaxtyping import Float32
 
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
+from shared.models.formats.int4_encoding import Int4Encoding, scale_shape, spread
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.op_case import Arguments, OpCase
-from tests.support.weight_formats import w8a16_matrix
+from tests.support.weight_formats import int4_matrix, w8a16_matrix
 
 EPS = 1e-6
 
@@ -31,12 +33,34 @@ def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) ->
     return w8a16_matrix(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, granularity)
 
 
-def fp8_arguments(
-    seed: int, *, function: str, granularity: Granularity, R: int, K: int, N: int
+def in_int4(wide: Float32[np.ndarray, "*stack N K"], encoding: Int4Encoding) -> Matrix:
+    """A weight in INT4, of which neighbouring scales and zero points differ."""
+    shape = scale_shape(wide.shape, encoding.group)
+    sizes = (12 + np.resize(np.arange(7, dtype=np.float32), shape)) / np.float32(32)
+    scales = (sizes / np.float32(wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
+    scales = scales.astype(np.float32)
+    zeros = np.resize(np.arange(7, 10, dtype=np.uint8), shape)
+    codes = wide / spread(scales, wide.shape[-1]) + 8
+    codes = codes.round().clip(0, 15).astype(np.uint8)
+    return int4_matrix(codes, scales, zeros if encoding.has_zeros else None, encoding)
+
+
+Quantized = Callable[[Float32[np.ndarray, "*stack N K"]], Matrix]
+QUANTIZED: dict[str, Quantized] = {
+    "FP8": partial(in_fp8, granularity=Granularity.BLOCK),
+    "FP8 by channels": partial(in_fp8, granularity=Granularity.CHANNEL),
+    "INT4": partial(in_int4, encoding=Int4Encoding(128, "BF16", has_zeros=False)),
+    "AWQ": partial(in_int4, encoding=Int4Encoding(128, "F16", has_zeros=True)),
+}
+"""Functions that quantise a weight, by the name of the format."""
+
+
+def quantized_arguments(
+    seed: int, *, function: str, quantized: Quantized, R: int, K: int, N: int
 ) -> Arguments:
-    """Returns the arguments of a function, with its weight in FP8."""
+    """Returns the arguments of a function, with its weight quantised."""
     arguments = _MAKERS[function](seed, R=R, K=K, N=N)
-    return arguments | {"weight": in_fp8(arguments["weight"].values, granularity)}
+    return arguments | {"weight": quantized(arguments["weight"].values)}
 
 
 def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
@@ -83,7 +107,6 @@ _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
     "many rows": {"R": 37, "K": 64, "N": 192},
 }
-FP8 = {"FP8": Granularity.BLOCK, "FP8 by channels": Granularity.CHANNEL}
 # The products of a layer of Qwen3-8B, and its head; of Qwen3-32B what one of four ranks has.
 _LARGE = {
     "rmsnorm_linear": {"qkv": (4096, 6144)},
@@ -92,7 +115,7 @@ _LARGE = {
     "product_float32": {"head": (4096, 151936)},
 }
 # Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs.
-_LARGE_FP8 = {
+_LARGE_QUANTIZED = {
     "rmsnorm_linear": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096)},
     "silu_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
@@ -122,26 +145,28 @@ TABLE += [
         op="linear",
         function=function,
         name=f"{name}, three rows",
-        make=partial(fp8_arguments, function=function, granularity=granularity, R=3, K=128, N=256),
+        make=partial(
+            quantized_arguments, function=function, quantized=quantized, R=3, K=128, N=256
+        ),
     )
     for function in _MAKERS
-    for name, granularity in FP8.items()
-    if granularity is Granularity.BLOCK or function == "silu_and_mul_linear"
+    for name, quantized in QUANTIZED.items()
+    if name in ("FP8", "AWQ") or function == "silu_and_mul_linear"
 ]
 TABLE += [
     OpCase(
         op="linear",
         function=function,
         name=f"{kind} {name}, {R} rows",
-        make=partial(fp8_arguments, function=function, granularity=granularity, R=R, K=K, N=N),
+        make=partial(quantized_arguments, function=function, quantized=quantized, R=R, K=K, N=N),
         dtype="bfloat16",
         is_large=True,
     )
-    for function, cases in _LARGE_FP8.items()
+    for function, cases in _LARGE_QUANTIZED.items()
     for name, (K, N) in cases.items()
-    for kind, granularity in FP8.items()
+    for kind, quantized in QUANTIZED.items()
     for R in _ROWS
-    if granularity is Granularity.BLOCK or (name == "gate and up" and R in (1, 32, 512))
+    if kind in ("FP8", "INT4") or (name == "gate and up" and R in (1, 32, 512))
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}

@@ -7,11 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.formats.fp8 import Granularity
 from shared.models.mlp import MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream
-from tests.support.cases.gemm.linear import FP8, in_fp8
+from tests.support.cases.gemm.linear import QUANTIZED, Quantized
 from tests.support.op_case import Arguments, OpCase
 
 EPS = 1e-6
@@ -49,7 +48,7 @@ def added_arguments(
     R: int,
     hidden: int,
     config: MoEConfig,
-    granularity: Granularity | None = None,
+    quantized: Quantized | None = None,
 ) -> Arguments:
     """Rows of a stream, the experts of a layer, and the scale of the norm that reads the sum.
 
@@ -57,7 +56,7 @@ def added_arguments(
     does not decide the error.
 
     Args:
-      granularity: Of the scales of matrices in FP8; None: they are numbers.
+      quantized: Quantises the matrices; None: they are numbers.
     """
     rng, inner = np.random.default_rng(seed), config.intermediate
     norms = 1 + rng.standard_normal((2, hidden), np.float32) / 4
@@ -66,8 +65,8 @@ def added_arguments(
     matrices = [
         _matrix(rng, config.num_stacked, *x) for x in ((2 * inner, hidden), (hidden, inner))
     ]
-    if granularity is not None:
-        matrices = [in_fp8(matrix.values, granularity) for matrix in matrices]
+    if quantized is not None:
+        matrices = [quantized(matrix.values) for matrix in matrices]
     weights = Experts(
         router=router,
         gate_up=matrices[0],
@@ -134,12 +133,12 @@ TABLE += [
             R=R,
             hidden=2048,
             config=LARGE["32 of 768"],
-            granularity=granularity,
+            quantized=quantized,
         ),
         dtype="bfloat16",
         wide=("norm",),
         is_large=True,
     )
-    for kind, granularity in FP8.items()
+    for kind, quantized in QUANTIZED.items()
     for R in (1, 32, 512)
 ]

@@ -1,0 +1,92 @@
+"""INT4 weights on a device, packed as in `shared.models.formats.int4_w4a16`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Float32, Int32, UInt8, UInt32
+
+from jax_impl.dummy_weights import top_bits, word_array
+from shared.models.formats.four_bit import PARTS, block_of
+from shared.models.formats.int4_encoding import INT4_INIT, ZERO, Int4Encoding, dummy_scales
+from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
+from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
+from shared.models.parameter import Parameter
+
+
+def packed(words: Int32[jax.Array, "*stack N words"]) -> Int32[jax.Array, "*stack N words"]:
+    """Reorders codes from eight neighbours in an int32 to blocks of inputs."""
+    width = block_of(PARTS * words.shape[-1]) // PARTS
+    pairs = lax.bitcast_convert_type(words, jnp.uint8)
+    codes = jnp.stack([pairs & 15, pairs >> 4], axis=-1)
+    blocks = codes.reshape((*words.shape[:-1], -1, PARTS, width))
+    joined = blocks[..., ::2, :] | blocks[..., 1::2, :] << 4
+    return lax.bitcast_convert_type(joined.swapaxes(-1, -2), jnp.int32).reshape(words.shape)
+
+
+def unpacked(words: Int32[jax.Array, "*stack N words"]) -> UInt8[jax.Array, "*stack N K"]:
+    """Same as `shared.models.formats.four_bit.unpack`."""
+    *stack, count = words.shape
+    width = block_of(PARTS * count) // PARTS
+    pairs = lax.bitcast_convert_type(words, jnp.uint8).reshape((*stack, -1, width, PARTS // 2))
+    pairs = pairs.swapaxes(-1, -2)
+    return jnp.stack([pairs & 15, pairs >> 4], axis=-2).reshape((*stack, PARTS * count))
+
+
+def dequantized(planes: Planes) -> Float[jax.Array, "*layers outputs inputs"]:
+    """Returns (code - zero point) times scale, rounded to bfloat16."""
+    codes, scales = unpacked(planes[VALUES]).astype(jnp.float32), planes[SCALES]
+    if scales.dtype != jnp.int32:
+        return ((codes - ZERO) * _spread(scales.astype(jnp.float32), codes)).astype(jnp.bfloat16)
+    numbers = codes - _spread((scales & 15).astype(jnp.float32), codes)
+    return (numbers * _spread(_scales_of(scales), codes)).astype(jnp.bfloat16)
+
+
+def _scales_of(words: Int32[jax.Array, "..."]) -> Float32[jax.Array, "..."]:
+    upper, rest = words & -0x10000, (words & 0xFFF0) << 16
+    as_float = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
+    return as_float(upper) + as_float(rest)
+
+
+def _spread(
+    x: Float32[jax.Array, "*stack groups"], codes: Float32[jax.Array, "*stack K"]
+) -> Float32[jax.Array, "*stack K"]:
+    return jnp.repeat(x, codes.shape[-1] // x.shape[-1], axis=-1)
+
+
+def dummy(parameter: Parameter, format: Int4W4A16, device: jax.Device) -> Planes:
+    """Generates packed codes and their scales."""
+    scales = dummy_scales(parameter, format.group)
+    stored = scale_words(scales, None) if format.has_words else scales.astype(jnp.bfloat16)
+    block = block_of(parameter.shape[-1])
+    return {
+        VALUES: word_array(parameter, codes, PARTS, block, device),
+        SCALES: jax.device_put(stored, device),
+    }
+
+
+def codes(
+    key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+) -> UInt32[jax.Array, "..."]:
+    """Returns the codes of the numbers that `elements` computes for `INT4_INIT`."""
+    return top_bits(INT4_INIT, key, places)
+
+
+def scaled(
+    numbers: Float[jax.Array, "*stack N K"], parameter: Parameter, encoding: Int4Encoding
+) -> Float[jax.Array, "*stack N K"]:
+    """Multiplies dummy codes minus `ZERO` by their scales."""
+    return _scaled(numbers, dummy_scales(parameter, encoding.group))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _scaled(
+    numbers: Float[jax.Array, "*stack N K"], scales: Float[jax.Array, "*stack N groups"]
+) -> Float[jax.Array, "*stack N K"]:
+    width = -(-numbers.shape[-1] // scales.shape[-1])
+    across = jnp.repeat(scales, width, axis=-1)[..., : numbers.shape[-1]]
+    return (numbers.astype(jnp.float32) * across).astype(numbers.dtype)
+
+
+W4A16 = FormatOps(dequantized=dequantized, converted=packed, dummy=dummy)

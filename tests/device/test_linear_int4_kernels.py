@@ -1,0 +1,120 @@
+"""GEMMs with INT4 weights (W4A16): bitwise equal to those with dequantised weights."""
+
+from functools import partial
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.tiles import Tiles
+from shared.models.formats.int4_encoding import Int4Encoding
+from shared.models.formats.int4_w4a16 import Int4W4A16
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
+from tests.support.linear_kernels import (
+    KINDS,
+    LARGE,
+    Weights,
+    as_w4a16,
+    check_close,
+    dequantized,
+    dequantized_in_memory,
+    in_bfloat16,
+    tiles,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+PLAIN, WORDS = Int4Encoding(32, "BF16", has_zeros=False), Int4Encoding(64, "F16", has_zeros=True)
+ENCODINGS = [
+    PLAIN,
+    WORDS,
+    Int4Encoding(128, "BF16", has_zeros=True),
+    Int4Encoding(128, "F16", has_zeros=False),
+    Int4Encoding(None, "BF16", has_zeros=False),
+    Int4Encoding(None, "F16", has_zeros=True),
+]
+SIZES = [{"R": 3, "K": 384, "N": 80}, {"R": 20, "K": 512, "N": 192}]
+each_language = pytest.mark.parametrize("language", KERNELS)
+
+CASES = list(product(SIZES, [*product(["gated"], ENCODINGS), *product(KINDS, [WORDS])]))
+COMPILED = [(SIZES[0], ("gated", WORDS))]
+INTERPRETED = [(SIZES[i], ("gated", encoding)) for i, encoding in enumerate(ENCODINGS[:2])]
+INTERPRETED += [(SIZES[1], ("biased, times, added", WORDS))]
+
+
+def cases() -> list:
+    """All cases on a GPU; interpreted, few by default."""
+    default = {"pallas": COMPILED, "triton": INTERPRETED}
+    return [
+        pytest.param(
+            language,
+            case,
+            marks=() if case in default[language] or not INTERPRET else pytest.mark.matrix,
+        )
+        for language in KERNELS
+        for case in CASES
+    ]
+
+
+def wide(encoding: Int4Encoding, outputs: int, inputs: int) -> Weights:
+    format = Int4W4A16.of(encoding)
+    assert format is not None
+    return dequantized(format, as_w4a16(encoding, outputs, inputs))
+
+
+@pytest.mark.parametrize(("language", "case"), cases(), ids=str)
+def test_linear_int4_weight_dequantised_bitwise_equal(
+    case: tuple[dict[str, int], tuple[str, Int4Encoding]], language: str
+) -> None:
+    """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
+    sizes, (kind, encoding) = case
+    first = 0 if "gated" in kind else 48
+    given = sizes | {"kind": kind, "out_type": "float32", "first": first}
+    depth = 64 if ON_GPU else 16 if sizes["K"] % 256 else 32
+    want = in_bfloat16(
+        language, cut=tiles(depth=depth), **given, weights_of=partial(wide, encoding)
+    )
+    for cut in (
+        tiles(depth=depth),
+        tiles(widens=False),
+        tiles(widens=False, swapped=False, columns=64),
+    ):
+        got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w4a16, encoding))
+        check_close(got, want)
+
+
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="of the tiles of a GPU"
+)
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
+@pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_linear_int4_tuned_tiles_bitwise_equal(
+    sizes: dict[str, int], kind: str, encoding: Int4Encoding
+) -> None:
+    given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0}
+    want = in_bfloat16("triton", cut=tiles(), **given, weights_of=partial(wide, encoding))
+    for language in KERNELS:
+        table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
+        of_call = {"inputs": sizes["K"], "outputs": sizes["N"], "gated": int(kind == "gated")}
+        for cut in {table.of(item_bytes=0.5, rows=x, **of_call) for x in (1, 20, 50, 200, 600)}:
+            got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w4a16, encoding))
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"{language}, {cut}")
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.matrix
+@pytest.mark.parametrize("encoding", [PLAIN, WORDS], ids=str)
+def test_linear_int4_kernels_bitwise_equal(encoding: Int4Encoding) -> None:
+    given = SIZES[0] | {"kind": "gated", "out_type": "float32", "first": 0}
+    given |= {"weights_of": partial(as_w4a16, encoding)}
+    check_close(*(in_bfloat16(each, cut=tiles(widens=False), **given) for each in KERNELS))
+
+
+@each_language
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
+def test_int4_dequantise_every_code_bitwise_equal(encoding: Int4Encoding, language: str) -> None:
+    weights = as_w4a16(encoding, 80, 384)
+    (got,) = dequantized_in_memory(language, weights)
+    np.testing.assert_array_equal(got, wide(encoding, 80, 384).values[1])
