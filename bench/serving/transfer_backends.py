@@ -4,7 +4,9 @@
 
 The receiver fetches records and reads them into memory that exists, as an import does. With shm the
 pages of a record are mapped when they are read, so both times are reported. With tcp both processes
-use the loopback interface, which no network limits. Backends alternate; results are medians.
+use the loopback interface, which no network limits. With nixl the library selects the path within
+the host, and each fetch registers the memory of both sides. Backends alternate.
+Results are medians.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,21 +28,26 @@ import numpy as np
 from bench.common.environment import write_results
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline
-from shared.cluster.transfer.record_client import RecordClient
+from shared.cluster.transfer.memory_agent import MemoryAgent
+from shared.cluster.transfer.record_client import NIXL, RecordClient
 from shared.cluster.transfer.record_server import RecordServer
 from shared.cluster.transfer.record_store import RecordStore
 from shared.cluster.transfer.ticket import Ticket
 
 SECRET = b"0123456789abcdef"
 HOST, MIB, LIMIT_S = "127.0.0.1", 1 << 20, 300.0
-BACKENDS = ("shm", "tcp")
+BACKENDS = ("shm", "tcp", "nixl")
 
 
-def _publish(link: Connection, size: int) -> None:
+def _agent(is_used: bool) -> MemoryAgent | None:
+    return MemoryAgent() if is_used else None
+
+
+def _publish(link: Connection, size: int, has_nixl: bool) -> None:
     """Process of the sender: publishes a record for each request until the link closes."""
     store = RecordStore(2 * size, LIMIT_S)
     listener = socket.create_server((HOST, 0))
-    server = RecordServer(store, [listener], SECRET, TransferCounters())
+    server = RecordServer(store, [listener], SECRET, TransferCounters(), _agent(has_nixl))
     body = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     while link.recv():
         began = time.perf_counter()
@@ -49,14 +57,17 @@ def _publish(link: Connection, size: int) -> None:
     server.close()
 
 
-def measure(size: int, rounds: int) -> list[dict[str, Any]]:
+def measure(backends: Sequence[str], size: int, rounds: int) -> list[dict[str, Any]]:
     """Returns the times of each backend for records of a size in bytes."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    sender = spawn.Process(target=_publish, args=[theirs, size])
+    sender = spawn.Process(target=_publish, args=[theirs, size, NIXL in backends])
     sender.start()
-    clients = {name: RecordClient(name, SECRET, size, TransferCounters()) for name in BACKENDS}
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in BACKENDS}
+    clients = {
+        name: RecordClient(name, SECRET, size, TransferCounters(), _agent(name == NIXL))
+        for name in backends
+    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in backends}
     into = np.zeros(size, np.uint8)
     try:
         for number in range(rounds + 1):
@@ -102,12 +113,13 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bench.serving.transfer_backends")
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 256], help="record sizes")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["shm", "tcp"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args(words)
     rows = []
     for mib in options.mib:
-        for row in measure(int(mib * MIB), options.rounds):
+        for row in measure(options.backends, int(mib * MIB), options.rounds):
             rows.append(row)
             print(json.dumps(row), flush=True)
     if options.out:

@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
 
-TRANSFER_BACKENDS = (AUTO, "shm", "tcp")
+NIXL = "nixl"
+TRANSFER_BACKENDS = (AUTO, "shm", "tcp", NIXL)
 MIN_SECRET = 16
 MIB = 1 << 20
 _URL = re.compile(r"(https?)://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]]+)(?::([0-9]{1,5}))?", re.IGNORECASE)
@@ -90,7 +92,8 @@ class DisaggregationOptions:
     disaggregation_transfer_backend: str = flag(
         AUTO,
         "how a KV cache record is fetched; shm: shared memory of one host; tcp: a connection to "
-        "the server's transfer port; auto: shm within a host, else tcp",
+        "the server's transfer port; nixl: NIXL reads registered host memory, and both servers "
+        "require this value; auto: shm within a host, else tcp",
         choices=TRANSFER_BACKENDS,
         metavar="NAME",
     )
@@ -173,6 +176,15 @@ class DisaggregationOptions:
             unused += ("disaggregation_secret_file", "disaggregation_buffer_mib")
             unused += ("disaggregation_transfer_backend",)
         return next((spelling(name) for name in unused if name in explicit_flags), None)
+
+    def backend_fault(self) -> str | None:
+        """Returns the lack of the package of the transfer backend."""
+        if self.disaggregation_transfer_backend != NIXL or find_spec(NIXL) is not None:
+            return None
+        return (
+            "--disaggregation-transfer-backend nixl requires the package nixl; install the extra "
+            "nixl, or remove the flag"
+        )
 
     def secret(self) -> str | None:
         """Reads the secret.

@@ -66,6 +66,7 @@ def launch(
         raise_fault(_packages_fault(packages))
         raise_fault(options.observing.exporter_fault())
         raise_fault(options.ranks.launcher_fault())
+        raise_fault(options.disaggregation.backend_fault())
         raise_fault(options.replicas_fault())
         for part in PARTS:
             check_files(getattr(options, part))

@@ -40,7 +40,7 @@ class Sender:
     def __init__(self, max_bytes: int = MAX_BYTES, ticket_s: float = 30.0) -> None:
         self.store, self.counters = RecordStore(max_bytes, ticket_s), TransferCounters()
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = RecordServer(self.store, [listener], SECRET, self.counters)
+        self.server = RecordServer(self.store, [listener], SECRET, self.counters, None)
 
     def publish(self, key: bytes = b"key", parts: Sequence[memoryview] = PARTS) -> Ticket:
         ticket_id, record = self.store.publish(key, HEADER, parts, CHECKSUM)
@@ -60,7 +60,7 @@ def client() -> Iterator[Callable[..., RecordClient]]:
     made: list[RecordClient] = []
 
     def new(backend: str, secret: bytes = SECRET, max_bytes: int = MAX_BYTES) -> RecordClient:
-        made.append(RecordClient(backend, secret, max_bytes, TransferCounters()))
+        made.append(RecordClient(backend, secret, max_bytes, TransferCounters(), None))
         return made[-1]
 
     yield new

@@ -95,6 +95,15 @@ def test_flags_without_effect_are_found(words, unused):
     assert options.disaggregation.unused_flag(options.explicit_flags) == unused
 
 
+def test_missing_nixl_package_names_extra(monkeypatch):
+    monkeypatch.setattr("shared.options.disaggregation.find_spec", lambda name: None)
+    options = DisaggregationOptions(disaggregation_transfer_backend="nixl")
+    assert options.backend_fault() == (
+        "--disaggregation-transfer-backend nixl requires the package nixl; install the extra "
+        "nixl, or remove the flag"
+    )
+
+
 def test_secret_is_read_and_checked(tmp_path):
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef\n")

@@ -51,7 +51,7 @@ class Case:
         self.transfer, self.engine, self.woken = FakeTransfer(), Requests(), threading.Event()
         self.store = RecordStore(max_bytes, 30.0)
         listener = socket.create_server(("127.0.0.1", 0))
-        server = RecordServer(self.store, [listener], b"", TransferCounters())
+        server = RecordServer(self.store, [listener], b"", TransferCounters(), None)
         self.exporter = KVExporter(
             self.engine,
             self.transfer,  # pyright: ignore[reportArgumentType]
@@ -95,7 +95,7 @@ def _record(reply: list[Any]) -> TransferRecord:
     kind, _, fields, reason, _ = reply
     assert (kind, reason) == ("kv_ticket", None)
     ticket = Ticket.from_fields(fields, "127.0.0.1")
-    client = RecordClient("auto", b"", 1 << 20, TransferCounters())
+    client = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
     body = client.fetch(ticket, Deadline(10)).body
     client.close()
     return TransferRecord.of(TransferHeader.from_fields(ticket.header), body)
@@ -206,7 +206,9 @@ def test_prompts_wait_for_open_exports(case):
 def test_prompts_under_load_are_all_exported(kind):
     """Exports take many more steps than prompts, and each pins a snapshot."""
     engine, store = make(kind, num_pages=800, step_bytes=32), RecordStore(1 << 24, 60.0)
-    server = RecordServer(store, [socket.create_server(("127.0.0.1", 0))], b"", TransferCounters())
+    server = RecordServer(
+        store, [socket.create_server(("127.0.0.1", 0))], b"", TransferCounters(), None
+    )
     exporter = KVExporter(
         engine, engine.transfer, store, server, runs_prompts=True, notify=lambda: None
     )

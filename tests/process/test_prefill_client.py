@@ -49,7 +49,7 @@ class Prefiller:
         self.waits.set()
         self.store = RecordStore(1 << 20, 30.0)
         listener = socket.create_server(("127.0.0.1", 0))
-        self.records = RecordServer(self.store, [listener], b"", TransferCounters())
+        self.records = RecordServer(self.store, [listener], b"", TransferCounters(), None)
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -98,7 +98,7 @@ def prefillers() -> Iterator[list[Prefiller]]:
 
 @pytest.fixture
 def fetch(prefillers) -> Iterator[Callable[..., TransferRecord]]:
-    records = RecordClient("auto", b"", 1 << 20, TransferCounters())
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
     addresses = [each.address for each in prefillers]
     client = PrefillClient(addresses, records, KEY, FINGERPRINT)
 
@@ -184,7 +184,7 @@ def test_record_of_another_prompt_is_rejected(prefillers, fetch, record, reason)
 )
 def test_damaged_record_is_rejected(prefillers, backend, flips, damage):
     prefillers[0].flips, prefillers[0].damage = flips, damage
-    records = RecordClient(backend, b"", 1 << 20, TransferCounters())
+    records = RecordClient(backend, b"", 1 << 20, TransferCounters(), None)
     client = PrefillClient([prefillers[0].address], records, None, FINGERPRINT)
     with pytest.raises(TransferRejected) as error:
         client.fetch(PREFIX, Deadline(10))
@@ -194,7 +194,7 @@ def test_damaged_record_is_rejected(prefillers, backend, flips, damage):
 
 
 def test_record_of_other_weights_is_rejected(prefillers):
-    records = RecordClient("auto", b"", 1 << 20, TransferCounters())
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
     client = PrefillClient([prefillers[0].address], records, None, "cd" * 32)
     with pytest.raises(TransferRejected, match="another model") as error:
         client.fetch(PREFIX, Deadline(10))

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,14 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def _prefill_server(folder: Path) -> contextlib.AbstractContextManager[Server]:
-    secret = f"--disaggregation-secret-file {folder / 'secret'}"
-    return serving(_command(folder / "model", f"--disaggregation-mode prefill {secret}"))
+def _prefill_server(
+    folder: Path, backend: str = "auto"
+) -> contextlib.AbstractContextManager[Server]:
+    more = (
+        f"--disaggregation-mode prefill --disaggregation-transfer-backend {backend} "
+        f"--disaggregation-secret-file {folder / 'secret'}"
+    )
+    return serving(_command(folder / "model", more))
 
 
 def _decode_server(
@@ -174,7 +180,7 @@ def test_prompts_under_load_keep_their_snapshots(prefill):
         tickets = [Ticket.from_fields(response.json(), "127.0.0.1") for response in responses]
     headers = [TransferHeader.from_fields(ticket.header) for ticket in tickets]
     assert [(each.num_tokens, each.has_snapshot) for each in headers] == [(64, True)] * 24
-    client = RecordClient("auto", SECRET.encode(), 1 << 30, TransferCounters())
+    client = RecordClient("auto", SECRET.encode(), 1 << 30, TransferCounters(), None)
     for ticket, header in zip(tickets, headers, strict=True):
         fetched = client.fetch(ticket, Deadline(10))
         TransferRecord.checked(header, fetched.body, ticket.checksum)
@@ -272,6 +278,24 @@ def _complete_locally(server: Server, reason: str, seed: int, within_s: float = 
     assert answer["choices"][0]["finish_reason"] == "length"
     assert _cached(answer) == 0
     assert _failures(server).get(reason) == 1, _failures(server)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is the extra nixl")
+def test_nixl_transfer_keeps_output(folder):
+    fields = {"max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    with (
+        _prefill_server(folder, "nixl") as prefill,
+        _decode_server(folder, prefill.url, "nixl") as decode,
+    ):
+        for seed in range(3):
+            remote = decode.complete(prompt_of(seed), **fields)
+            assert _cached(remote) == 64, _failures(decode)
+            assert _output(remote) == _output(prefill.complete(prompt_of(seed), **fields))
+        received = 'kv_transfer_records_total{direction="received",backend="nixl"}'
+        assert _metrics(decode)[received] == 3
+        for server in (prefill, decode):
+            _check_idle(server)
 
 
 @pytest.mark.matrix

@@ -1,1 +1,1 @@
-"""Transfer of KV cache records between servers: within a host by shared memory, else by TCP."""
+"""Transfer of KV cache records between servers: shared memory within a host, TCP or NIXL."""

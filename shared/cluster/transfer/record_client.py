@@ -24,11 +24,20 @@ from shared.cluster.transfer.errors import (
     TransferError,
 )
 from shared.cluster.transfer.handshake import connect
-from shared.cluster.transfer.record_server import REPLY
+from shared.cluster.transfer.memory_agent import MAX_OFFER_BYTES, MemoryAgent
+from shared.cluster.transfer.record_server import (
+    BODY,
+    LENGTH,
+    OFFER,
+    READ,
+    REPLY,
+    UNKNOWN,
+    UNSUPPORTED,
+)
 from shared.cluster.transfer.record_store import is_sealed
 from shared.cluster.transfer.ticket import RecordAddress, Ticket, boot_id
 
-AUTO, SHM, TCP = BACKENDS = ("auto", "shm", "tcp")
+AUTO, SHM, TCP, NIXL = BACKENDS = ("auto", "shm", "tcp", "nixl")
 MAX_IDLE_CONNECTIONS = 4
 CONNECT_S = 2.0
 LOOK_S = 0.05
@@ -92,16 +101,24 @@ class RecordClient:
     """Fetches records; keeps authenticated connections for further records.
 
     Args:
-      backend: One of `BACKENDS`; `auto` selects shared memory within a host, else TCP.
+      backend: One of `BACKENDS`; `auto` selects shared memory within a host, else TCP. With `nixl`
+        the tickets and offers take the connection that `auto` selects.
       secret: Secret of the servers; empty for none.
       max_bytes: Maximum bytes of all fetched records that are not released.
       counters: Counters of received records.
+      agent: NIXL agent of the backend `nixl`; None with others.
     """
 
     def __init__(
-        self, backend: str, secret: bytes, max_bytes: int, counters: TransferCounters
+        self,
+        backend: str,
+        secret: bytes,
+        max_bytes: int,
+        counters: TransferCounters,
+        agent: MemoryAgent | None,
     ) -> None:
         self._backend, self._secret, self._counters = backend, secret, counters
+        self._agent = agent
         self._budget, self._boot_id = ByteBudget(max_bytes), boot_id()
         self._idle: defaultdict[RecordAddress, list[socket.socket]] = defaultdict(list)
         self._lock = threading.Lock()
@@ -121,12 +138,29 @@ class RecordClient:
         self._budget.take(ticket.num_bytes, deadline)
         try:
             with self._connected(ticket, deadline) as connection:
-                backend, body = _receive_body(connection, ticket.num_bytes, deadline)
+                backend, body = self._receive(connection, ticket.num_bytes, deadline)
         except BaseException:
             self._budget.give_back(ticket.num_bytes)
             raise
         self._counters.received(backend, ticket.num_bytes, time.monotonic() - began)
         return FetchedRecord(body, backend, self._budget)
+
+    def _receive(
+        self, connection: socket.socket, num_bytes: int, deadline: Deadline
+    ) -> tuple[str, memoryview]:
+        """Returns the backend and the body of a record after the first byte of its reply."""
+        if self._agent is not None:
+            return NIXL, _read_body(connection, num_bytes, self._agent, deadline)
+        if connection.family == socket.AF_UNIX:
+            return SHM, _mapped_body(connection, num_bytes, deadline)
+        _check_reply(receive(connection, REPLY.size, deadline), num_bytes)
+        body = np.empty(num_bytes, np.uint8).data
+        receive_into(connection, body, deadline)
+        return TCP, body
+
+    @property
+    def _form(self) -> bytes:
+        return BODY if self._agent is None else OFFER
 
     def close(self) -> None:
         """Closes idle connections."""
@@ -164,7 +198,7 @@ class RecordClient:
                     return None
                 connection = kept.pop()
             try:
-                _request(connection, ticket, deadline)
+                _request(connection, ticket, self._form, deadline)
             except TransferError as error:
                 connection.close()
                 if error.reason != LOST:
@@ -177,7 +211,7 @@ class RecordClient:
         connection = self._connect(ticket.address, deadline)
         try:
             connect(connection, self._secret, deadline)
-            _request(connection, ticket, deadline)
+            _request(connection, ticket, self._form, deadline)
         except BaseException:
             connection.close()
             raise
@@ -185,7 +219,7 @@ class RecordClient:
 
     def _connect(self, address: RecordAddress, deadline: Deadline) -> socket.socket:
         is_same_host = bool(address.boot_id) and address.boot_id == self._boot_id
-        if self._backend == SHM or (self._backend == AUTO and is_same_host):
+        if self._backend == SHM or (self._backend in (AUTO, NIXL) and is_same_host):
             local = socket.socket(socket.AF_UNIX)
             try:
                 with deadline.on(local):
@@ -211,23 +245,26 @@ class RecordClient:
         return remote
 
 
-def _request(connection: socket.socket, ticket: Ticket, deadline: Deadline) -> None:
-    """Sends a ticket, and waits for the first byte of the reply, which stays in the socket."""
-    send(connection, bytes.fromhex(ticket.ticket_id), deadline)
+def _request(connection: socket.socket, ticket: Ticket, form: bytes, deadline: Deadline) -> None:
+    """Sends a request, and waits for the first byte of the reply, which stays in the socket."""
+    send(connection, bytes.fromhex(ticket.ticket_id) + form, deadline)
     with deadline.on(connection):
         if not connection.recv(1, socket.MSG_PEEK):
             raise ConnectionResetError("closed by the other side")
 
 
-def _receive_body(
-    connection: socket.socket, num_bytes: int, deadline: Deadline
-) -> tuple[str, memoryview]:
-    if connection.family == socket.AF_UNIX:
-        return SHM, _mapped_body(connection, num_bytes, deadline)
+def _read_body(
+    connection: socket.socket, num_bytes: int, agent: MemoryAgent, deadline: Deadline
+) -> memoryview:
     _check_reply(receive(connection, REPLY.size, deadline), num_bytes)
+    (length,) = LENGTH.unpack(receive(connection, LENGTH.size, deadline))
+    if length > MAX_OFFER_BYTES:
+        raise TransferError(LOST, f"the offer has {length} bytes; at most {MAX_OFFER_BYTES} fit")
+    offer = receive(connection, length, deadline)
     body = np.empty(num_bytes, np.uint8).data
-    receive_into(connection, body, deadline)
-    return TCP, body
+    agent.read(offer, body, deadline)
+    send(connection, READ, deadline)
+    return body
 
 
 def _mapped_body(connection: socket.socket, num_bytes: int, deadline: Deadline) -> memoryview:
@@ -250,7 +287,12 @@ _EMPTY = memoryview(b"")
 
 def _check_reply(reply: bytes, num_bytes: int) -> None:
     status, found = REPLY.unpack(reply)
-    if not status:
+    if status == UNSUPPORTED:
+        raise TransferError(
+            UNREACHABLE,
+            "the prefill server has no NIXL; start it with --disaggregation-transfer-backend nixl",
+        )
+    if status == UNKNOWN:
         raise TransferError(EXPIRED, "the ticket has expired or was used before")
     if found != num_bytes:
         raise TransferError(LOST, f"the ticket has {num_bytes} bytes, but the server sends {found}")

@@ -1,7 +1,9 @@
-"""Server of held records: a Unix socket passes a descriptor, TCP sends the bytes.
+"""Server of held records: a Unix socket passes a descriptor, TCP sends the bytes, NIXL lets the
+client read registered memory.
 
-After the handshake a client sends ticket ids of `ID_BYTES`. Each reply is a `REPLY`, followed by
-the body on TCP. One connection serves many records.
+After the handshake a client sends requests: a ticket id of `ID_BYTES`, and `BODY` or `OFFER`. Each
+reply is a `REPLY`. The body follows on TCP. With `OFFER` the length and bytes of an offer follow,
+and the client sends `READ` once it has read the memory. One connection serves many records.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from mmap import ACCESS_COPY, mmap
 
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline, receive, send, send_file
 from shared.cluster.transfer.errors import SECRET, TransferError
 from shared.cluster.transfer.handshake import accept
+from shared.cluster.transfer.memory_agent import MemoryAgent
 from shared.cluster.transfer.record_store import HeldRecord, RecordStore
 from shared.cluster.transfer.ticket import ID_BYTES, RecordAddress, Ticket, boot_id
 
-REPLY = struct.Struct("<BQ")
-"""Reply: 1 for a record or 0 for an unknown ticket, and bytes of the body."""
+BODY, OFFER, READ = b"\0", b"\1", b"\2"
+REPLY, LENGTH = struct.Struct("<BQ"), struct.Struct("<I")
+UNKNOWN, FOUND, UNSUPPORTED = range(3)
+"""States of a `REPLY`, which has the bytes of the body too: unknown ticket, record, no NIXL."""
 
 MAX_CONNECTIONS = 64
 HANDSHAKE_S, IDLE_S, SEND_S, END_S = 5.0, 120.0, 60.0, 0.5
@@ -37,6 +43,7 @@ class RecordServer:
       listeners: Listening TCP sockets; closed with the server.
       secret: Secret that clients must have; empty for none.
       counters: Counters of sent records and failures.
+      agent: NIXL agent; None without NIXL.
     """
 
     def __init__(
@@ -45,8 +52,10 @@ class RecordServer:
         listeners: Sequence[socket.socket],
         secret: bytes,
         counters: TransferCounters,
+        agent: MemoryAgent | None,
     ) -> None:
         self._store, self._secret, self._counters = store, secret, counters
+        self._agent = agent
         name = f"tandem-kv-{secrets.token_hex(ID_BYTES)}"
         local = socket.socket(socket.AF_UNIX)
         local.bind(f"\0{name}")  # an abstract name leaves no file
@@ -111,8 +120,8 @@ class RecordServer:
         with contextlib.suppress(TransferError), connection:
             self._authenticate(connection)
             while not self._is_closed:
-                ticket = receive(connection, ID_BYTES, Deadline(IDLE_S))
-                self._send(connection, ticket.hex())
+                request = receive(connection, ID_BYTES + 1, Deadline(IDLE_S))
+                self._send(connection, request[:ID_BYTES].hex(), request[ID_BYTES:])
         with self._lock:
             self._connections.discard(connection)
 
@@ -126,30 +135,53 @@ class RecordServer:
                 self._counters.fail(SECRET)
             raise
 
-    def _send(self, connection: socket.socket, ticket: str) -> None:
+    def _send(self, connection: socket.socket, ticket: str, form: bytes) -> None:
         deadline, began = Deadline(SEND_S), time.monotonic()
         try:
             record = self._store.open(ticket)
         except TransferError as error:
             self._counters.fail(error.reason)
-            send(connection, REPLY.pack(0, 0), deadline)
+            send(connection, REPLY.pack(UNKNOWN, 0), deadline)
             return
-        is_local = connection.family == socket.AF_UNIX
         try:
-            if is_local:
-                _send_descriptor(connection, record, deadline)
-            else:
-                send(connection, REPLY.pack(1, record.num_bytes), deadline)
-                send_file(connection, record.file, record.num_bytes, deadline)
+            backend = self._send_record(connection, record, form, deadline)
         except TransferError as error:
             self._counters.fail(error.reason)
             raise
         finally:
             self._store.close_reader(record)
-        seconds = time.monotonic() - began
-        self._counters.sent("shm" if is_local else "tcp", record.num_bytes, seconds)
+        if backend is not None:
+            self._counters.sent(backend, record.num_bytes, time.monotonic() - began)
+
+    def _send_record(
+        self, connection: socket.socket, record: HeldRecord, form: bytes, deadline: Deadline
+    ) -> str | None:
+        """Sends a record; returns the backend, or None if it is not supported here."""
+        if form == OFFER:
+            if self._agent is None:
+                send(connection, REPLY.pack(UNSUPPORTED, 0), deadline)
+                return None
+            _offer(connection, record, self._agent, deadline)
+            return "nixl"
+        if connection.family == socket.AF_UNIX:
+            _send_descriptor(connection, record, deadline)
+            return "shm"
+        send(connection, REPLY.pack(FOUND, record.num_bytes), deadline)
+        send_file(connection, record.file, record.num_bytes, deadline)
+        return "tcp"
 
 
 def _send_descriptor(connection: socket.socket, record: HeldRecord, deadline: Deadline) -> None:
     with deadline.on(connection):
-        socket.send_fds(connection, [REPLY.pack(1, record.num_bytes)], [record.file])
+        socket.send_fds(connection, [REPLY.pack(FOUND, record.num_bytes)], [record.file])
+
+
+def _offer(
+    connection: socket.socket, record: HeldRecord, agent: MemoryAgent, deadline: Deadline
+) -> None:
+    # A network adapter registers writable memory only; a shared mapping of a sealed file is not.
+    body = memoryview(mmap(record.file, record.num_bytes, access=ACCESS_COPY))
+    with agent.offered(body) as offer:
+        reply = REPLY.pack(FOUND, record.num_bytes) + LENGTH.pack(len(offer)) + offer
+        send(connection, reply, deadline)
+        receive(connection, len(READ), deadline)

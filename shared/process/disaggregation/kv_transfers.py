@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from shared.cluster.transfer.counters import TransferCounters
-from shared.cluster.transfer.record_client import RecordClient
+from shared.cluster.transfer.memory_agent import MemoryAgent
+from shared.cluster.transfer.record_client import NIXL, RecordClient
 from shared.cluster.transfer.record_server import RecordServer
 from shared.cluster.transfer.record_store import RecordStore
 from shared.engine.kv_transfer import KVTransfer
@@ -68,9 +69,10 @@ class KVTransfers:
         secret = wanted.secret()
         shared_key = (secret or "").encode()
         exporter = store = prefills = records = None
+        agent = MemoryAgent() if wanted.disaggregation_transfer_backend == NIXL else None
         if wanted.mode.serves:
             store = RecordStore(wanted.buffer_bytes, wanted.disaggregation_ticket_timeout)
-            server = RecordServer(store, listeners, shared_key, counters)
+            server = RecordServer(store, listeners, shared_key, counters, agent)
             exporter = KVExporter(
                 engine,
                 transfer,
@@ -81,7 +83,7 @@ class KVTransfers:
             )
         if wanted.mode.fetches:
             backend = wanted.disaggregation_transfer_backend
-            records = RecordClient(backend, shared_key, wanted.buffer_bytes, counters)
+            records = RecordClient(backend, shared_key, wanted.buffer_bytes, counters, agent)
             key = secret or options.server.api_key
             client = PrefillClient(wanted.servers, records, key, transfer.fingerprint)
             least = wanted.remote_prefill_min_tokens
