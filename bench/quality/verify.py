@@ -37,7 +37,7 @@ from bench.common.server import (
 )
 from bench.common.waiting import progress
 from bench.quality.accuracy_table import MISSING
-from models.demo.data import examples
+from models.demo.data import TEXT_SHARES, examples
 
 COUNT, MAX_TOKENS, CONCURRENCY = 20, 64, 8
 SHOWN = 2
@@ -229,7 +229,7 @@ def bodies_of(args: argparse.Namespace) -> list[Body]:
     how = {"max_tokens": args.max_tokens, "temperature": args.temperature}
     how |= {"model": args.model} if args.model else {}
     if args.prompts is None:
-        tasks = islice(examples("held_out", args.seed), args.num_prompts)
+        tasks = islice(examples("held_out", args.seed, TEXT_SHARES), args.num_prompts)
         prompts: list[Body] = [{"messages": task.messages} for task in tasks]
     else:
         prompts = read_prompts(args.prompts)

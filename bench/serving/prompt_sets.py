@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from models.demo.data import KINDS, examples
-from models.demo.example import Message
+from models.demo.agents import with_call_fields
+from models.demo.data import KINDS, TEXT_SHARES, examples
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MIX, RANDOM = "mix", "random"
 NAMES = (*KINDS, MIX, RANDOM)
-"""Held-out word problems, copying, code and chats, all of them by their shares, random tokens."""
+"""Held-out word problems, copying, code, chats, tools, a mix without tools, random tokens."""
 
 FIRST_ID = 2  # lower ids are often end tokens or unused
 
@@ -64,13 +64,11 @@ def asks(name: str, count: int, seed: int, lengths: RandomLengths | None) -> lis
 
 
 def _tasks(name: str, seed: int) -> Iterator[Ask]:
-    make = examples if name == MIX else KINDS[name]
-    for example in make("held_out", seed):
-        yield Ask(CHAT, {"messages": _plain(example.messages)})
-
-
-def _plain(messages: list[Message]) -> list[Message]:
-    return [{"role": each["role"], "content": each["content"]} for each in messages]
+    is_mix = name == MIX
+    found = examples("held_out", seed, TEXT_SHARES) if is_mix else KINDS[name]("held_out", seed)
+    for example in found:
+        tools = {"tools": list(example.tools)} if example.tools else {}
+        yield Ask(CHAT, {"messages": with_call_fields(example.messages), **tools})
 
 
 def _random(seed: int, lengths: RandomLengths) -> Iterator[Ask]:

@@ -56,6 +56,7 @@ from tests.support.simulation.imposed import (
 )
 from tests.support.simulation.phases import Phase, Served, serve
 from tests.support.simulation.policies import Greedy, Probe
+from tests.support.tasks import prompt_of
 
 Line = dict[str, Any]
 TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
@@ -74,7 +75,7 @@ def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> l
     for batch, (kind, temperature) in product(batches, TEMPERATURES.items()):
         requests = []
         for example in islice(KINDS[kind]("held_out", batch), max(count, 4 * batch)):
-            prompt = tuple(tokenizer.encode_chat(example.messages))
+            prompt = prompt_of(example, tokenizer)
             sampling = SamplingParams(
                 temperature=temperature,
                 seed32=derive_seed(number, 0),

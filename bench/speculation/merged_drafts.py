@@ -42,13 +42,14 @@ from shared.process import engines
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import in_process_engine
+from tests.support.tasks import prompt_of
 
 Line = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 HOST_NGRAM = "NGRAM:speculative-ngram-backend=host"
 """NGRAM with the index of merged drafts; its steps wait."""
 
-TEMPERATURES = {"problems": 0.0, "copying": 0.0, "code": 0.0, "chats": 1.0}
+TEMPERATURES = {"problems": 0.0, "copying": 0.0, "code": 0.0, "chats": 1.0, "tools": 0.0}
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def tasks_of(model: Path, kind: str, batch: int, count: int, most: int) -> list[
             max_tokens=most,
             stop_token_ids=ends,
         )
-        prompt = tuple(tokenizer.encode_chat(example.messages))
+        prompt = prompt_of(example, tokenizer)
         requests.append(Request(request_id=number, prompt=prompt, sampling=sampling))
     return requests
 

@@ -65,7 +65,7 @@ def phrases(rng: random.Random, count: int) -> list[str]:
     return list(found)
 
 
-def _value(rng: random.Random, key: str) -> str | int:
+def field_value(rng: random.Random, key: str) -> str | int:
     """Samples the value of a record's field."""
     if key == "name":
         return full_name(rng)
@@ -91,7 +91,7 @@ def _value(rng: random.Random, key: str) -> str | int:
 def record(rng: random.Random, low: int, high: int) -> Record:
     """Samples a record with some fields in random order."""
     keys = rng.sample(list(SENTENCES), rng.randrange(low, high + 1))
-    return {key: _value(rng, key) for key in keys}
+    return {key: field_value(rng, key) for key in keys}
 
 
 def _example(rng: random.Random, asks: tuple[str, ...], content: str, answer: str) -> Example:
@@ -115,7 +115,7 @@ def _extract(rng: random.Random) -> Example:
 def _table(rng: random.Random) -> Example:
     """Samples a task to convert comma-separated lines to a JSON list."""
     keys = rng.sample(("order", "city", "product", "price", "name", "quantity"), 3)
-    rows = [{key: _value(rng, key) for key in keys} for _ in range(rng.randrange(2, 5))]
+    rows = [{key: field_value(rng, key) for key in keys} for _ in range(rng.randrange(2, 5))]
     lines = "\n".join(",".join(str(row[key]) for key in keys) for row in rows)
     table = f"{','.join(keys)}\n{lines}"
     asks = (
@@ -167,7 +167,7 @@ def _edit_json(rng: random.Random) -> Example:
     key = rng.choice(list(before))
     edit = rng.randrange(4)
     if edit == 0:
-        value = _value(rng, key)
+        value = field_value(rng, key)
         do, after = f"Set {key} to {json.dumps(value)}.", {**before, key: value}
     elif edit == 1:
         do, after = f"Remove the key {key}.", {k: v for k, v in before.items() if k != key}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "held_out"]
 Message = dict[str, str]
@@ -16,19 +16,21 @@ ANSWER_LINE = re.compile(r"^#### *(-?[\d,]+)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation that ends with a user turn, and the reply.
+    """A conversation that ends with a user turn or results of tools, and the reply.
 
     Attributes:
-      kind: The generator: problems, copying, functions or chats.
-      messages: The conversation, each with `role` and `content`; the last one is the user's.
-      answer: The reply.
+      kind: The generator: problems, copying, code, chats or tools.
+      messages: The conversation, each with `role` and `content`.
+      answer: The reply, or calls in the form of the chat template.
       keys: The content without its wording; no key is in both splits.
+      tools: Tools of the conversation, in the format of chat completions.
     """
 
     kind: str
     messages: list[Message]
     answer: str
     keys: tuple[str, ...]
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 def split_of(key: str) -> Split:

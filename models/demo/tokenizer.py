@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from models.demo.data import examples
+from models.demo.data import TEXT_SHARES, examples
 from models.make_random import SPECIAL_TOKENS, tokenizer_config
 
 ROOT = Path(__file__).resolve().parent
@@ -57,7 +57,7 @@ def train() -> Tokenizer:
 
 
 def _texts() -> Iterator[str]:
-    for example in islice(examples("train", SEED), TRAINING_EXAMPLES):
+    for example in islice(examples("train", SEED, TEXT_SHARES), TRAINING_EXAMPLES):
         yield from (message["content"] for message in example.messages)
         yield example.answer
 

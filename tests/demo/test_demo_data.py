@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from models.demo import items, money, openings
 from models.demo import tokenizer as demo_tokenizer
 from models.demo.copying import TASKS
-from models.demo.data import KINDS, examples, main
+from models.demo.data import KINDS, SHARES, TEXT_SHARES, examples, main
 from models.demo.example import answer_of, split_of
 from models.demo.functions import ONE_LINE, draw_function
 from models.demo.problems import draw_problem
@@ -177,7 +177,7 @@ def test_train_and_held_out_share_no_problem(kind):
         split: {e.messages[-1]["content"] for e in some(kind, split, 800, seed=6)}
         for split in SPLITS
     }
-    if kind != "chats":  # the last turn of a chat may be "Thanks!"
+    if kind not in ("chats", "tools"):  # the last turn of a conversation may be "Thanks!"
         assert not texts["train"] & texts["held_out"]
 
 
@@ -286,11 +286,12 @@ def test_chat_alternates_and_ends_with_user():
 
 def test_examples_contain_every_kind_and_follow_seed():
     first, again, other = (
-        [(e.kind, e.messages, e.answer) for e in islice(examples("train", seed), 300)]
+        [(e.kind, e.messages, e.answer) for e in islice(examples("train", seed, SHARES), 300)]
         for seed in (1, 1, 2)
     )
     assert first == again != other
     assert {kind for kind, *_ in first} == set(KINDS)
+    assert sum(SHARES.values()) == pytest.approx(1) == sum(TEXT_SHARES.values())
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
@@ -304,7 +305,9 @@ def test_data_command_is_reproducible_across_processes(kind, tmp_path):
     assert here == (tmp_path / "there.jsonl").read_text(encoding="utf-8")
     lines = [json.loads(line) for line in here.splitlines()]
     assert len(lines) == 12
-    assert set(lines[0]) == {"kind", "messages", "answer"}
+    fields = {"kind", "messages", "answer"}
+    assert all(set(line) - {"tools"} == fields for line in lines)
+    assert all("tools" in line for line in lines) or kind != "tools"
 
 
 @pytest.fixture(scope="module")
@@ -332,8 +335,9 @@ def test_tokenizer_splits_digits(tokenizer):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_tokenizer_round_trips_every_example(tokenizer, split):
-    for example in islice(examples(split, 9), 300):
-        for text in (*(m["content"] for m in example.messages), example.answer):
+    for example in islice(examples(split, 9, SHARES), 300):
+        tools = json.dumps(example.tools)
+        for text in (*(m["content"] for m in example.messages), example.answer, tools):
             assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from models.demo.data import KINDS, Example, answer_of
+from models.demo.tools import calls_of
+from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
 
 Prompt = tuple[int, ...]
@@ -21,12 +23,21 @@ class Tasks:
     def of(cls, kind: str, count: int, seed: int, tokenizer: Tokenizer) -> "Tasks":
         """The first `count` tasks of a seed in the tokenizer's chat form."""
         examples = list(islice(KINDS[kind]("held_out", seed), count))
-        prompts = [tuple(tokenizer.encode_chat(example.messages)) for example in examples]
-        return cls(kind, examples, prompts)
+        return cls(kind, examples, [prompt_of(example, tokenizer) for example in examples])
+
+
+def prompt_of(example: Example, tokenizer: Tokenizer) -> Prompt:
+    """The conversation of an example with its tools, in the tokenizer's chat form."""
+    chat = Conversation(list(example.messages), list(example.tools))
+    return tuple(tokenizer.encode_more(tokenizer.render_chat(chat)))
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
-    """Returns whether a reply is right: by its number for a problem, else by every letter."""
+    """Returns whether a reply is right: by its number for a problem, by the names and arguments of
+    its calls, else by every letter.
+    """
     if kind == "problems":
         return answer_of(text) is not None and answer_of(text) == answer_of(answer)
+    if kind == "tools" and (calls := calls_of(answer)) is not None:
+        return calls_of(text) == calls
     return text == answer
