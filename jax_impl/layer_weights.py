@@ -70,10 +70,11 @@ def _attention(
     stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool, alone: set[str]
 ) -> Attention:
     norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
+    sinks = _vector(stacks.get(f"{prefix}sinks"), place, in_stacks)
     are_alone = not in_stacks or prefix in alone
-    norms = [x if x is None or not are_alone else x[place] for x in norms]
+    q_norm, k_norm = (x if x is None or not are_alone else x[place] for x in norms)
     inputs, out = (matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
-    return Attention(inputs, out, *norms)
+    return Attention(inputs, out, q_norm, k_norm, sinks)
 
 
 def _gated_delta(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> GatedDelta:

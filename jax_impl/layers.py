@@ -143,7 +143,9 @@ def attention(
             None,
         )
     kv = kv._replace(bounds=context.kv.bounds)
-    return attention_layer.attention_layer(qkv, heads, norms, context.rope, context.rows, kv, place)
+    return attention_layer.attention_layer(
+        qkv, heads, norms, context.rope, context.rows, kv, place, weights.sinks
+    )
 
 
 def output_and_mlp(

@@ -16,7 +16,7 @@ from shared.drafts.dflash2 import ConvConfig
 
 
 class Attention(NamedTuple):
-    """Attention layer. Norms (single or stacked) are None for a model without them.
+    """Attention layer. Norms (single or stacked) and sinks are None for a model without them.
 
     A layer that reads the KV of another layer has no K norm; `inputs` then has only query rows.
     """
@@ -25,6 +25,7 @@ class Attention(NamedTuple):
     out: Matrix
     q_norm: Float[jax.Array, "*L queries"] | None
     k_norm: Float[jax.Array, "*L keys"] | None
+    sinks: Norm | None
 
 
 class LatentAttention(NamedTuple):

@@ -24,7 +24,7 @@ ONE_SIDED = {Path(f"{name}.py") for name in _ALONE.split()}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 _PARTS = """
-    all_gather attention_layer_mainloop attention_layer_sm90 attention_sm90 block_loaders
+    activation all_gather attention_layer_mainloop attention_layer_sm90 attention_sm90 block_loaders
     dequantize encoder_attention encoder_attention_sm90 encoder_qkv_layout flag_protocol
     flatten_tree fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_prefill gdn_rows
     gdn_tree
@@ -32,7 +32,7 @@ _PARTS = """
     latent_combine latent_rows linear_epilogue linear_launch linear_mainloop linear_sm90
     lm_head_epilogue logits_processing moe_align moe_gemm_tiles qk_norm_rope_kv_write rejection rope
     router row_bounds sampling_kernels split_kv sum_of_squares symmetric_memory threshold_bracket
-    topk topk_topp verify_sm90_loads verify_sm90_mainloop vocab_parallel
+    online_softmax topk topk_topp verify_sm90_loads verify_sm90_mainloop vocab_parallel
     """
 PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
@@ -40,7 +40,6 @@ PALLAS_ALONE = {
     "ptx",
     "linear_sm90_mainloop",
     "linear_swap_ab",
-    "online_softmax",
 }
 TEST_OF_SPEC = {
     "model": "golden",
@@ -148,7 +147,7 @@ def test_imports_are_at_module_top():
 KERNEL_IMPORTS = {
     *("shared.models.formats.fp8", "shared.models.formats.fp8_w8a16"),
     *("shared.models.formats.four_bit", "shared.models.formats.int4_encoding"),
-    *("shared.models.formats.weight_format", "shared.models.mlp"),
+    *("shared.models.formats.weight_format", "shared.models.mlp", "shared.models.activation"),
     *("shared.spec.attention_layer", "shared.spec.reduction_order"),
 }
 """Modules of `shared` that kernels import: plain data and the layouts of quantised weights."""

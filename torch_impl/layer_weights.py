@@ -61,10 +61,10 @@ def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
 
 
 def _attention(tensors: Tensors, prefix: str, place: int) -> Attention:
-    norms = (tensors.get(f"{prefix}{x}_norm") for x in "qk")
-    q_norm, k_norm = (x if x is None else x[place] for x in norms)
+    vectors = (tensors.get(f"{prefix}{x}") for x in ("q_norm", "k_norm", "sinks"))
+    q_norm, k_norm, sinks = (x if x is None else x[place] for x in vectors)
     inputs, out = (matrix_of(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
-    return Attention(inputs, out, q_norm, k_norm)
+    return Attention(inputs, out, q_norm, k_norm, sinks)
 
 
 def _latent_attention(tensors: Tensors, prefix: str, place: int) -> LatentAttention:

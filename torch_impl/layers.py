@@ -138,7 +138,7 @@ def attention(
     if norms is not None and mixer.norms_all_heads:
         qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, context.group), None
     return attention_layer.attention_layer(
-        qkv, heads, norms, context.rope, context.rows, context.kv, place
+        qkv, heads, norms, context.rope, context.rows, context.kv, place, weights.sinks
     )
 
 

@@ -16,7 +16,7 @@ from torch_impl.ops.moe.experts import Experts
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention layer. Norms are None for a model without them.
+    """Attention layer. Norms and sinks are None for a model without them.
 
     A layer that reads the KV of another layer has no K norm; `inputs` then has only query rows.
     """
@@ -25,6 +25,7 @@ class Attention:
     out: Matrix
     q_norm: Float[Tensor, " queries"] | None
     k_norm: Float[Tensor, " keys"] | None
+    sinks: Float[Tensor, " heads"] | None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shared.models.formats.weight_format import (
     TensorReader,
 )
 from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
-from shared.models.parameter_arrays import slice_tensor
+from shared.models.parameter_arrays import from_stored, slice_tensor
 from shared.models.parameters import parameters
 from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import DTYPE_BYTES, UNNEEDED, check_stored, without_prefix
@@ -272,11 +272,13 @@ class Checkpoint:
         """Reads the selected slice of a tensor."""
         if (reader := self._reader(source.name)) is not None:
             return reader.dequantized(source, self)
-        if source.ranges is None:
-            return self.tensor(source.name)
+        is_by_outputs = source.axis > 0 and (source.is_transposed or source.is_interleaved)
+        if source.ranges is None or is_by_outputs:
+            return slice_tensor(source, from_stored(source, self.tensor(source.name)))
         stored = self.header(source.name)
         taken = [stored[source.index(run)] for run in source.ranges]
-        return taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
+        values = taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
+        return from_stored(source, values)
 
     def bytes_of(self, source: CheckpointTensor) -> UInt8[np.ndarray, "..."]:
         """Reads a slice of a tensor of one byte per element, such as FP8, as uint8."""
@@ -322,7 +324,7 @@ class Checkpoint:
         for each in readers():
             each.check_unquantised(source, self)
         others = [each.stored_as for each in readers()] if len(source.shape) > 1 else []
-        check_stored(source.name, header, [source.shape], DTYPES, others)
+        check_stored(source.name, header, [source.stored_shape], DTYPES, others)
 
 
 def open_checkpoint(folder: str | Path, description: str = "the model folder") -> Checkpoint:

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from shared.models.activation import SILU, SWIGLU_OAI, Activation
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
-from shared.models.mlp import MoEConfig
+from shared.models.mlp import USUAL_TENSORS, ExpertTensors, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Routing:
       steps: True if `mlp_only_layers` and `decoder_sparse_step` define the dense layers.
       begins_dense: True if `first_k_dense_replace` defines the number of dense layers at the start.
       reads_types: True if `mlp_layer_types`, where it is stated, defines the dense layers.
+      has_bias, tensors: See `MoEConfig`.
+      activation: Kind of activation.
     """
 
     count_field: str = "num_experts"
@@ -35,6 +38,9 @@ class Routing:
     steps: bool = False
     begins_dense: bool = False
     reads_types: bool = False
+    has_bias: bool = False
+    activation: str = SILU
+    tensors: ExpertTensors = USUAL_TENSORS
 
 
 FIXED = {
@@ -51,7 +57,7 @@ def read_experts(text: Json, routing: Routing) -> MoEConfig:
     Raises:
       ValueError: A field is missing or has an unsupported value.
     """
-    width, is_sigmoid = positive(text, "moe_intermediate_size"), routing.scores == "sigmoid"
+    width, is_sigmoid = positive(text, routing.tensors.width_field), routing.scores == "sigmoid"
     is_renormalised = routing.is_renormalised
     if routing.reads_renormalised:
         is_renormalised = flag(text, "norm_topk_prob")
@@ -70,7 +76,16 @@ def read_experts(text: Json, routing: Routing) -> MoEConfig:
         num_chosen_groups=positive(text, "topk_group") if routing.has_groups else 1,
         is_renormalised=is_renormalised,
         routed_factor=number(text, "routed_scaling_factor") if routing.has_groups else 1.0,
+        has_bias=routing.has_bias,
+        activation=_activation(text, routing.activation),
+        tensors=routing.tensors,
     )
+
+
+def _activation(text: Json, kind: str) -> Activation:
+    if kind != SWIGLU_OAI:
+        return Activation(kind)
+    return Activation(kind, number(text, "swiglu_alpha"), number(text, "swiglu_limit"))
 
 
 def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[bool]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.models import config_classes, mtp
+from shared.models.activation import SWIGLU_OAI
 from shared.models.config import ModelConfig
 from shared.models.config_fields import (
     MOST_NAMED,
@@ -29,6 +30,7 @@ from shared.models.layer_fields import (
     read_layers,
     rotary_settings,
 )
+from shared.models.mlp import ExpertTensors
 from shared.models.model_folder import ModelFolder
 from shared.models.mtp import MtpLayers
 from shared.models.rotary import RotaryConfig
@@ -63,6 +65,28 @@ GLM4_MOE_LITE = replace(
     name="glm4_moe_lite",
     of=config_classes.GLM4_MOE_LITE,
     routing=replace(_GROUPED, reads_types=True),
+)
+_OAI_EXPERTS = ExpertTensors(
+    router="mlp.router",
+    is_transposed=True,
+    is_interleaved=True,
+    width_field="intermediate_size",
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    config_classes.GPT_OSS,
+    biases=BIASES[:1],
+    sliding_window=SlidingWindowRule.BY_TYPES,
+    full_attention_interval=2,
+    has_sinks=True,
+    routing=Routing(
+        count_field="num_local_experts",
+        is_renormalised=True,
+        reads_renormalised=False,
+        has_bias=True,
+        activation=SWIGLU_OAI,
+        tensors=_OAI_EXPERTS,
+    ),
 )
 GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
@@ -109,6 +133,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
@@ -135,6 +160,7 @@ ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",

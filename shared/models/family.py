@@ -13,7 +13,7 @@ class SlidingWindowRule(Enum):
 
     NEVER = "nothing; sliding windows are not supported"
     BY_SIZE = "`sliding_window` alone, in all layers"
-    BY_TYPES = "`layer_types`, or three of four layers if it is absent"
+    BY_TYPES = "`layer_types`, or all but every n-th layer if it is absent"
     WHOLE_BY_FLAG = "`use_sliding_window`, in all layers"
     BY_FLAG = "`use_sliding_window`, in the layers that `layer_types` or `max_window_layers` names"
 
@@ -36,6 +36,9 @@ class Family:
       nope_layers: True if some layers have no rotary embedding (NoPE).
       scales_queries: True if queries may be scaled by position (long-context query scaling).
       post_norm: See `ModelConfig`; QK norms then span all heads.
+      full_attention_interval: Without `layer_types`, layers of which the last one has full
+        attention, in a family with sliding windows `BY_TYPES`.
+      has_sinks: See `AttentionConfig`.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
       norms_by_flag: True if `use_qk_norm` enables QK norms.
@@ -58,6 +61,8 @@ class Family:
     nope_layers: bool = False
     scales_queries: bool = False
     post_norm: bool = False
+    full_attention_interval: int = 4
+    has_sinks: bool = False
     scales_full_layers: bool = False
     routing: Routing | None = None
     norms_by_flag: bool = False

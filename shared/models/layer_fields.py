@@ -86,6 +86,8 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         window=None,
         scale=read_factor(text, family, "attention_multiplier") if family.has_factors else None,
         has_kv=True,
+        has_sinks=family.has_sinks,
+        softcap=None,
     )
 
 
@@ -207,7 +209,8 @@ def _layer_types(text: Json, family: Family) -> list[str]:
         first = count(text, "max_window_layers")
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
     if family.sliding_window is SlidingWindowRule.BY_TYPES and types is None:
-        types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
+        interval = family.full_attention_interval
+        types = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers
     if types is None:

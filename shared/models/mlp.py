@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from shared.models.activation import Activation
 from shared.models.head_groups import check_groups
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.sharded_range import ShardedRange
-from shared.models.stacks import StackSettings, bias, stack
+from shared.models.stacks import BIAS, StackSettings, bias, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,29 @@ class MLPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertTensors:
+    """Names and layout of the MoE tensors of a family.
+
+    Attributes:
+      router: Name of the router.
+      experts: Prefix of the experts' tensors.
+      is_transposed: True if matrices that are stored for all experts at once are `[in, out]`.
+      is_interleaved: True if the gate and up outputs of such matrices alternate.
+      width_field: Field of config.json with the width of an expert.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    width_field: str = "moe_intermediate_size"
+
+
+USUAL_TENSORS = ExpertTensors()
+"""Names and layout of most families."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Mixture of experts (MoE): a router selects top-k gated MLPs for each token.
 
@@ -81,6 +105,9 @@ class MoEConfig:
         best groups.
       is_renormalised: True if the weights of selected experts are divided by their sum.
       routed_factor: Final multiplier of the weights.
+      has_bias: True if the router and both matrices of an expert have a bias.
+      activation: Activation of the experts.
+      tensors: Names and layout in a checkpoint.
 
     Raises:
       ValueError: The numbers are inconsistent.
@@ -99,12 +126,17 @@ class MoEConfig:
     num_chosen_groups: int
     is_renormalised: bool
     routed_factor: float
+    has_bias: bool
+    activation: Activation
+    tensors: ExpertTensors
 
     def __post_init__(self) -> None:
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores of experts must be softmax or sigmoid, got {self.scores!r}")
         if self.scores == "softmax" and (self.has_score_bias or self.num_groups > 1):
             raise ValueError("softmax scores are not supported with score biases or expert groups")
+        if self.has_bias and self.shared_intermediate:
+            raise ValueError("experts with biases are not supported with a shared expert")
         names = "the number of experts", "n_group"
         check_groups(names, self.num_experts, self.num_groups)
         if not 1 <= self.num_chosen_groups <= self.num_groups:
@@ -145,7 +177,7 @@ class MoEConfig:
     @property
     def divided(self) -> Iterator[tuple[str, int]]:
         """Sizes that must be multiples of the number of TP ranks, with their config.json fields."""
-        yield "moe_intermediate_size", self.intermediate
+        yield self.tensors.width_field, self.intermediate
         yield "shared_expert_intermediate_size", self.shared_intermediate
 
     def local(self, count: int) -> Self:
@@ -164,13 +196,16 @@ class MoEConfig:
         A shared expert of the same width is the last expert.
         """
         hidden = settings.hidden
-        router = {"mlp.gate.weight": (self.num_experts, hidden)}
+        router = {f"{self.tensors.router}.weight": (self.num_experts, hidden)}
         if self.shared_is_gated:
             router["mlp.shared_expert_gate.weight"] = (1, hidden)
         tensors = [stack(f"{prefix}router", layers, router)]
         if self.has_score_bias:
-            bias = {"mlp.gate.e_score_correction_bias": (self.num_experts,)}
-            tensors.append(stack(f"{prefix}score_bias", layers, bias, float32=True))
+            scores = {"mlp.gate.e_score_correction_bias": (self.num_experts,)}
+            tensors.append(stack(f"{prefix}score_bias", layers, scores, float32=True))
+        if self.has_bias:
+            tensors.append(bias(f"{prefix}router", layers, router, ()))
+            tensors += [self._expert_biases(prefix, x, layers, hidden) for x in ("gate_up", "down")]
         shared = "mlp.shared_expert." if self.shared_is_gated else "mlp.shared_experts."
         wide = (self.shared_intermediate, hidden)
         gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")}
@@ -202,27 +237,59 @@ class MoEConfig:
           hidden: Hidden size.
           shared: Tensors of the shared expert that is stored after the others.
         """
-        matrix = name.rsplit(".", 1)[-1]
+        matrix, stored = name.rsplit(".", 1)[-1], self.tensors
         wide = (self.intermediate, hidden)
         each = (2 * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
         single_shape = wide if matrix == "gate_up" else wide[::-1]
         pieces = []
         for layer in layers:
             parts = tuple(
-                CheckpointTensor(f"{layer}.mlp.experts.{expert}.{part}_proj.weight", single_shape)
+                CheckpointTensor(
+                    f"{layer}.{stored.experts}.{expert}.{part}_proj.weight", single_shape
+                )
                 for expert in range(self.num_experts)
                 for part in matrix.split("_")
             )
             whole = CheckpointTensor(
-                f"{layer}.mlp.experts.{matrix}_proj", (self.num_experts, *each), parts
+                f"{layer}.{stored.experts}.{matrix}_proj",
+                (self.num_experts, *each),
+                parts,
+                is_transposed=stored.is_transposed,
+                is_interleaved=stored.is_interleaved and matrix == "gate_up",
             )
             behind = [
                 CheckpointTensor(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()
             ]
             pieces.append((whole, *behind))
         shape = (len(layers), self.num_stacked, *each)
-        cut = _gate_up(self.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
+        cut = self._sections(matrix, hidden)
         return Parameter(name, shape, tuple(pieces), stacked=True, sections=cut)
+
+    def _expert_biases(
+        self, prefix: str, matrix: str, layers: Sequence[str], hidden: int
+    ) -> Parameter:
+        """Returns the biases of one matrix of all experts."""
+        outputs = 2 * self.intermediate if matrix == "gate_up" else hidden
+        pieces = [
+            CheckpointTensor(
+                f"{layer}.{self.tensors.experts}.{matrix}_proj_bias",
+                (self.num_experts, outputs),
+                is_interleaved=self.tensors.is_interleaved and matrix == "gate_up",
+            )
+            for layer in layers
+        ]
+        return Parameter(
+            f"{prefix}{matrix}{BIAS}",
+            (len(layers), self.num_experts, outputs),
+            tuple((each,) for each in pieces),
+            stacked=True,
+            axis=-1,
+            sections=self._sections(matrix, hidden),
+        )
+
+    def _sections(self, matrix: str, hidden: int) -> tuple[ShardedRange, ...]:
+        """Returns the TP sections of the outputs of an expert's matrix."""
+        return _gate_up(self.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
 
 
 def _gate_up(intermediate: int) -> tuple[ShardedRange, ...]:

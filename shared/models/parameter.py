@@ -25,6 +25,8 @@ class CheckpointTensor:
       parts: Tensors that replace it, concatenated, in a checkpoint without it.
       axis, ranges: Slice of a TP rank: concatenated ranges (first, end) along the axis; None for
         the whole tensor.
+      is_transposed: True if an unquantised file has the last two axes in reverse.
+      is_interleaved: True if the gate and up outputs of the file, on axis 1, alternate.
     """
 
     name: str
@@ -32,6 +34,14 @@ class CheckpointTensor:
     parts: tuple[CheckpointTensor, ...] = ()
     axis: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
+    is_transposed: bool = False
+    is_interleaved: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor in an unquantised file."""
+        *lead, outputs, inputs = self.shape if self.is_transposed else (*self.shape, 0, 0)
+        return (*lead, inputs, outputs) if self.is_transposed else self.shape
 
     @property
     def taken_shape(self) -> tuple[int, ...]:

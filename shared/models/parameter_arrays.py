@@ -15,6 +15,22 @@ def slice_tensor(tensor: CheckpointTensor, values: Array) -> Array:
     return np.concatenate([values[tensor.index(run)] for run in tensor.ranges], tensor.axis)
 
 
+def from_stored(tensor: CheckpointTensor, values: Array) -> Array:
+    """Returns values of an unquantised file, with all outputs, in the order of the tensor."""
+    if tensor.is_transposed:
+        values = values.swapaxes(-1, -2)
+    if tensor.is_interleaved:
+        values = np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
+    return values
+
+
+def to_stored(tensor: CheckpointTensor, values: Array) -> Array:
+    """Returns the values of a whole tensor in the order of an unquantised file."""
+    if tensor.is_interleaved:
+        values = np.stack(np.split(values, 2, axis=1), axis=2).reshape(values.shape)
+    return values.swapaxes(-1, -2) if tensor.is_transposed else values
+
+
 def shard_outputs(parameter: Parameter) -> Int[np.ndarray, " outputs"]:
     """Returns the indices of a shard's outputs in the whole parameter, without padding outputs."""
     return np.concatenate([np.arange(first, end) for first, end in parameter.runs])

@@ -9,6 +9,7 @@ from shared.models.config_classes import ConfigClass
 from shared.models.config_fields import (
     CONFIG,
     Json,
+    flag,
     is_number,
     listed,
     number,
@@ -32,6 +33,7 @@ class RotaryConfig:
       low_freq_factor, high_freq_factor: Bounds of the llama3 ramp.
       original_context: Context length before extension (llama3, yarn).
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
+      truncates: True if the ends of the yarn ramp are rounded to whole pairs.
       extensions: Scaling factor of each pair (longrope).
       attention_factor: Multiplier of cos and sin; 1 except for yarn and longrope.
       interleaved: True if dimensions 2 i and 2 i + 1 form a pair; else i and i + width / 2.
@@ -48,6 +50,7 @@ class RotaryConfig:
     original_context: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncates: bool = True
     extensions: tuple[float, ...] = ()
     attention_factor: float = 1.0
     interleaved: bool = False
@@ -282,8 +285,6 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
             "mscale without mscale_all_dim, or the other way, in the rotary settings is not "
             "supported; give attention_factor"
         )
-    if rope.get("truncate") is False:
-        raise ValueError("truncate: false in the rotary settings is not supported")
     if "factor" not in rope:
         raise ValueError(f"rotary settings of rope_type {kind!r} require a factor")
     factor = number(rope, "factor")
@@ -297,6 +298,7 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
         original_context=positive(rope, "original_max_position_embeddings", context),
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
+        truncates=flag(rope, "truncate", True),
         attention_factor=number(rope, "attention_factor", _attention_factor(kind, rope, factor)),
     )
 

@@ -205,6 +205,8 @@ def attend(
     until: Int[np.ndarray, " R"],
     window: Bool[np.ndarray, "R N"],
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[np.ndarray, " Hq"] | None = None,
 ) -> Float[np.ndarray, "R Hq D"]:
     """Computes softmax attention (GQA) of each row; query head h uses KV head h // (Hq / Hk).
 
@@ -218,6 +220,11 @@ def attend(
       request: Request of each row.
       first, until, window: Visible positions, see `attention_mask`.
       scale: Multiplier of the scores; None for D ** -0.5.
+      softcap: Soft cap of the scaled scores: softcap * tanh(score / softcap); None for none.
+      sinks: Logit of each query head that is part of each row's softmax, once, and has no value, so
+        that the weights of a row add up to less than 1; None for none.
+
+    Source of sinks: gpt-oss model card, arXiv:2508.10925; of soft caps: Gemma 2, arXiv:2408.00118.
     """
     R, Hq, D = q.shape
     Hk = k_pages.shape[2]
@@ -230,10 +237,18 @@ def attend(
     grouped = q.reshape(R, Hk, Hq // Hk, D)
     scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True)
     scores = scores * np.float32(D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
     scores = np.where(visible[:, None, None, :, 0, 0], scores, -np.inf)
     highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.float32(-1e30))
+    if sinks is not None:
+        of_heads = sinks.reshape(Hk, -1, 1)
+        highest = np.maximum(highest, of_heads)
     weights = np.exp(scores - highest)
-    total = np.maximum(weights.sum(axis=-1, keepdims=True), np.float32(1e-30))
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(of_heads - highest)
+    total = np.maximum(total, np.float32(1e-30))
     return np.einsum("rhgp,rphd->rhgd", weights / total, v, optimize=True).reshape(R, Hq, D)
 
 

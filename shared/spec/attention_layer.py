@@ -25,6 +25,7 @@ class Heads:
       scale: Multiplier of attention scores.
       has_kv: False if the projection has queries only, because the layer reads the KV of another
         layer.
+      softcap: Soft cap of attention scores; None for none.
     """
 
     num_kv_heads: int
@@ -32,13 +33,14 @@ class Heads:
     gated: bool
     scale: float
     has_kv: bool
+    softcap: float | None = None
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Heads":
         """Returns the layout of an attention config."""
         scale = config.head_size**-0.5 if config.scale is None else config.scale
         sizes = (config.num_kv_heads, config.head_size, config.has_gate)
-        return cls(*sizes, scale, config.has_kv)
+        return cls(*sizes, scale, config.has_kv, config.softcap)
 
     @property
     def key_columns(self) -> int:
@@ -80,6 +82,7 @@ def attention_layer(
     rows: AttentionRows,
     k_pages: Float[np.ndarray, "P page Hk D"],
     v_pages: Float[np.ndarray, "P page Hk D"],
+    sinks: Float[np.ndarray, " Hq"] | None = None,
 ) -> tuple[
     Float[np.ndarray, "R outputs_of_heads"],
     Float[np.ndarray, "P page Hk D"],
@@ -98,6 +101,7 @@ def attention_layer(
       angles: Rotary cos and sin of each row.
       rows: Positions and visibility of the rows.
       k_pages, v_pages: Pools of the layer, or of the other layer.
+      sinks: Attention sink of each query head; None without.
 
     Returns:
       The concatenated outputs of the heads, and the pools after the writes.
@@ -118,6 +122,8 @@ def attention_layer(
         rows.until,
         rows.window,
         heads.scale,
+        heads.softcap,
+        sinks,
     )
     if gate is not None:
         out = out * layers.sigmoid(gate)

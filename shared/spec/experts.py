@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
+from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
 from shared.spec import layers, linear
 from shared.spec.linear import Matrix, NormedStream
@@ -23,6 +24,7 @@ class Experts:
     Attributes:
       router: One row per expert, and one more for the gate of the shared expert.
       gate_up: Gate rows and then up rows of each expert; a shared expert of the same width is last.
+        Router and experts may have biases.
       down: Down projection of each expert, in the same order.
       score_bias: Bias added to scores for the selection only; None if the model has none.
       shared_gate_up, shared_down: Weights of a shared expert of another width; else None.
@@ -124,7 +126,7 @@ def experts(
     out = np.zeros(x.shape, np.float32)
     for row, (ids, shares) in enumerate(zip(chosen.ids, chosen.weights, strict=True)):
         for expert, share in zip(ids, shares, strict=True):
-            out[row] += share * _of_expert(x[row : row + 1], weights, int(expert))[0]
+            out[row] += share * _of_expert(x[row : row + 1], config, weights, int(expert))[0]
     if config.shared_intermediate:
         shared = _shared(x, config, weights)
         if config.shared_is_gated:
@@ -134,25 +136,26 @@ def experts(
 
 
 def _of_expert(
-    x: Float[np.ndarray, "some hidden"], weights: Experts, expert: int
+    x: Float[np.ndarray, "some hidden"], config: MoEConfig, weights: Experts, expert: int
 ) -> Float32[np.ndarray, "some hidden"]:
-    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert))
+    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert), config.activation)
 
 
 def _shared(
     x: Float[np.ndarray, "R hidden"], config: MoEConfig, weights: Experts
 ) -> Float32[np.ndarray, "R hidden"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
-        return _of_expert(x, weights, config.num_experts)
-    return _mlp(x, weights.shared_gate_up, weights.shared_down)
+        return _of_expert(x, config, weights, config.num_experts)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, config.activation)
 
 
 def _mlp(
-    x: Float[np.ndarray, "some hidden"], gate_up: Matrix, down: Matrix
+    x: Float[np.ndarray, "some hidden"], gate_up: Matrix, down: Matrix, activation: Activation
 ) -> Float32[np.ndarray, "some hidden"]:
     """Computes a gated MLP; inner values are rounded to the dtype of the rows, outputs are not."""
     gate, up = np.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
+    inner = layers.act_and_mul(gate, up, activation).astype(x.dtype)
+    return linear.product_float32(inner, down)
 
 
 def counted(stream: NormedStream) -> NormedStream:

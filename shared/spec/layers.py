@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
+from shared.models.activation import GELU_TANH, SILU, Activation
 from shared.models.rotary import RotaryConfig
 
 
@@ -31,6 +32,22 @@ def softplus(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     """Computes x * sigmoid(x)."""
     return x * sigmoid(x)
+
+
+def act_and_mul(
+    gate: Float[np.ndarray, "..."], up: Float[np.ndarray, "..."], activation: Activation
+) -> Float[np.ndarray, "..."]:
+    """Applies the activation of a gated MLP.
+
+    Source: SwiGLU, Shazeer 2020, arXiv:2002.05202; gpt-oss model card, arXiv:2508.10925.
+    """
+    if activation.kind == GELU_TANH:
+        return gelu_tanh(gate) * up
+    if activation.kind == SILU:
+        return silu(gate) * up
+    gate = np.minimum(gate, np.float32(activation.limit))
+    up = np.clip(up, np.float32(-activation.limit), np.float32(activation.limit))
+    return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + 1)
 
 
 @dataclass(frozen=True)
@@ -165,8 +182,10 @@ def _yarn_ramp(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
         turns = math.log(rotary.original_context / (rotations * 2 * math.pi))
         return rotary.width * turns / (2 * math.log(rotary.theta))
 
-    low = max(math.floor(pair_of(rotary.beta_fast)), 0)
-    high = min(math.ceil(pair_of(rotary.beta_slow)), rotary.width - 1)
+    low, high = pair_of(rotary.beta_fast), pair_of(rotary.beta_slow)
+    if rotary.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.width - 1)
     distance = high - low if high != low else 0.001
     pair = np.arange(rotary.width // 2, dtype=np.float32)
     return np.clip((pair - np.float32(low)) / np.float32(distance), 0, 1)

@@ -222,8 +222,9 @@ def attention_mixer(
     """
     if isinstance(attention, LatentAttentionConfig):
         return latent_mixer(config, attention, weights, stack, inputs, rows, kv, layer)
-    norms = head_norms(config, weights, *stack)
-    return token_mixer(attention, norms, inputs, rows, kv, layer)
+    norms, (prefix, index) = head_norms(config, weights, *stack), stack
+    sinks = weights[f"{prefix}sinks"][index] if attention.has_sinks else None
+    return token_mixer(attention, norms, inputs, rows, kv, layer, sinks)
 
 
 def token_mixer(
@@ -233,6 +234,7 @@ def token_mixer(
     rows: AttentionRows,
     kv: KV,
     layer: int,
+    sinks: Float[np.ndarray, " heads"] | None = None,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
     """Applies `shared.spec.attention_layer.attention_layer` to one layer.
 
@@ -241,6 +243,7 @@ def token_mixer(
       qkv: The layer's projection.
       rows: Positions and visibility of the rows.
       kv, layer: Pools, and the layer's index in them.
+      sinks: Attention sinks; None without.
     """
     heads = Heads.of(attention)
     if norms is not None and attention.norms_all_heads:
@@ -252,7 +255,8 @@ def token_mixer(
         qkv = scale_queries(qkv, heads, factors)
     visible = with_sliding_window(rows, attention.window)
     cos_sin = angles(attention, rows)
-    out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, *kv[layer])
+    keys, values = kv[layer]
+    out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, keys, values, sinks)
     return out, _replaced(kv, layer, planes)
 
 

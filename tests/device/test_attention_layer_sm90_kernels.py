@@ -50,6 +50,7 @@ PAIRS = [(name, "model") for name in CASES]
 PAIRS += [(name, "hybrid") for name in ("trees", "spans")]
 PAIRS += [("trees", "group of seven, heads of 64"), ("chains", "pages of two tiles")]
 PAIRS += [("trees", sizes) for sizes in SIZES if sizes.startswith("hybrid, ")]
+PAIRS += [(name, "sinks") for name in ("trees", "spans")]
 PAIRS += [(name, "shared KV") for name in ("trees", "spans")] + [("trees", "shared KV, hybrid")]
 
 

@@ -47,7 +47,7 @@ CASES: dict[str, Callable[..., MixCase]] = {
 PAIRS = [(name, "model") for name in CASES]
 PAIRS += [(name, "hybrid") for name in ("chunks", "spans")]
 PAIRS += [("chunks", "group of seven, heads of 64"), ("chunks", "pages of two tiles")]
-PAIRS += [("chunks", sizes) for sizes in SIZES if sizes.startswith(("hybrid, ", "shared KV"))]
+PAIRS += [("chunks", sizes) for sizes in SIZES if sizes.startswith(("hybrid, ", "s"))]
 
 
 @pytest.fixture(params=KERNELS)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kernels.tiles import MEASURED, Tiles
+from shared.models.activation import GELU_TANH, SWIGLU_OAI, Activation
 from shared.models.formats.fp8 import Granularity
 from tests.support.experts_kernels import (
     HALF,
@@ -42,6 +43,10 @@ SMALL = {
     "sigmoids in groups": Case(7, 64, 32, routing(12, 4, **GROUPS, **SIGMOID), is_biased=True),
     "FP8": Case(4, 128, 128, routing(5, 2, **GATED), granularity=BLOCK),
     "FP8 by channels": Case(3, 256, 128, routing(3, 1), granularity=CHANNEL),
+    "biases, clamped": Case(
+        5, 64, 32, routing(6, 2), activation=Activation(SWIGLU_OAI, 1.702, 0.5), has_biases=True
+    ),
+    "GELU": Case(3, 64, 32, routing(6, 2), activation=Activation(GELU_TANH)),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {
@@ -81,6 +86,7 @@ COMPILED = [
     ("a shared expert with a gate", False),
     ("no shared expert, rows over", True),
     ("sigmoids in groups", True),
+    ("biases, clamped", False),
     ("FP8", False),
 ]
 

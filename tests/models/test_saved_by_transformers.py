@@ -84,7 +84,8 @@ def fields_at_defaults(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         for name, value in of.completed(stated).items():
             if name in stated and name in of.fields and value == of.fields[name]:
                 yield (*path, name)
-        if "rope_parameters" not in of.fields or "vision_config" in path:
+        is_whole = stated.get("rope_parameters") == of.fields.get("rope_parameters")
+        if "rope_parameters" not in of.fields or "vision_config" in path or is_whole:
             continue
         rope = stated["rope_parameters"]
         nested = {(x,): y for x, y in rope.items() if isinstance(y, dict)} or {(): rope}

@@ -76,7 +76,7 @@ def test_full_width_norm_and_scaling_match_spec(name: str, implementation: Imple
 def test_attention_layer_matches_spec(name: str, implementation: Implementation) -> None:
     case = CASES[name]
     given = arguments(case)
-    names = ("qkv", "heads", "norms", "angles", "rows", "kv", "layer")
+    names = ("qkv", "heads", "norms", "angles", "rows", "kv", "layer", "sinks")
     got = implementation("attention_layer").attention_layer(*(given[name] for name in names))
     got = got[0] if isinstance(got, tuple) else got
     np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], **TOLERANCE)

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shared.models.mlp import MoEConfig
+from shared.models.activation import Activation
+from shared.models.mlp import ExpertTensors, MoEConfig
 from shared.spec import experts as spec
 from shared.spec import layers
 from shared.spec.experts import Experts, SelectedExperts
@@ -29,6 +30,9 @@ SOFTMAX = MoEConfig(
     num_chosen_groups=1,
     is_renormalised=True,
     routed_factor=1.0,
+    has_bias=False,
+    activation=Activation(),
+    tensors=ExpertTensors(),
 )
 SIGMOID = replace(SOFTMAX, scores="sigmoid", has_score_bias=True, routed_factor=2.5)
 CONFIGS = {

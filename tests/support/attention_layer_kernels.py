@@ -52,6 +52,7 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     tiles = table.of(**sizes, requests=len(case.rows.page_table))
     order = how.order.sizes_for(item_bytes)
     attends = {"max_rows": case.max_rows, **order, "scale": case.heads.scale}
+    attends["softcap"] = case.heads.softcap
     return new, attends | {"tiles": how.tiles or tiles}
 
 
@@ -75,6 +76,7 @@ def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
         "row_starts": case.row_starts,
         "bounds": bounds,
         "arrivals": np.zeros(counts, np.int32),
+        "sinks": case.sinks,
         **{name: getattr(case.rows, name) for name in ROWS},
     }
 
@@ -113,6 +115,9 @@ def run_pallas(case: MixCase, how: How = FUSED) -> Found:
     arrays = {k: None if v is None else jnp.asarray(v) for k, v in arrays_of(case).items()}
     arrays |= {k: arrays[k].astype(dtype) for k in ("projected", "kv")}
     arrays["layer"] = jnp.ones(1, jnp.int32)
+    if case.sinks is not None:
+        arrays["sinks"] = jnp.stack([jnp.full_like(arrays["sinks"], jnp.nan), arrays["sinks"]])
+        arrays["sink_layer"] = arrays["layer"]
     new, attends = given(case, how, "pallas")
     settings = (tuple(x.items()) for x in (new, attends))
     program = pallas_program(*settings, how.max_parts if how.is_fused else None)

@@ -16,9 +16,11 @@ import torch
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
+from shared.models.activation import Activation
 from shared.models.formats.fp8 import Granularity, dequantize, scale_shape
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, pack, packed_scales
 from shared.models.formats.weight_format import PLAIN
+from shared.spec.layers import act_and_mul
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -53,6 +55,8 @@ class Case(NamedTuple):
 
     Attributes:
       granularity: Of the scales of weights that are FP8; None: they are numbers.
+      activation: Of the experts.
+      has_biases: Whether the router and the experts have biases.
     """
 
     R: int
@@ -62,6 +66,8 @@ class Case(NamedTuple):
     granularity: Granularity | None = None
     is_biased: bool = False
     is_scaled: bool = True
+    activation: Activation = Activation()
+    has_biases: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -75,9 +81,12 @@ class Block(NamedTuple):
     scaled: np.ndarray
     squares: np.ndarray
     router: np.ndarray
+    router_bias: np.ndarray | None
     bias: np.ndarray | None
     gate_up: np.ndarray
+    gate_up_bias: np.ndarray | None
     down: np.ndarray
+    down_bias: np.ndarray | None
     norm: np.ndarray | None
     stored: dict[str, np.ndarray | None]
 
@@ -133,14 +142,21 @@ def block_of(case: Case) -> Block:
             numbers = _rounded(drawn / np.float32(shape[1] ** 0.5))
             stored |= {name: numbers.astype(HALF), f"{name}_scales": None}
         shapes[name] = numbers
+
+    def biases(*shape: int) -> np.ndarray | None:
+        return _rounded(rng.standard_normal(shape, np.float32)) if case.has_biases else None
+
     return Block(
         rows=rows,
         scaled=scaled,
         squares=chunks_of_squares(rows),
         router=router,
+        router_bias=biases(choice.outputs),
         bias=_normal(rng, choice.experts) / 4 if case.is_biased else None,
         gate_up=shapes["gate_up"],
+        gate_up_bias=biases(choice.stored, 2 * inner),
         down=shapes["down"],
+        down_bias=biases(choice.stored, hidden),
         norm=1 + _normal(rng, hidden) / 10 if case.is_scaled else None,
         stored=stored,
     )
@@ -156,7 +172,8 @@ def reference(case: Case) -> Found:
     block, choice = block_of(case), case.routing
     mean = np.square(block.rows).mean(axis=1, keepdims=True)
     x = block.scaled / np.sqrt(mean + np.float32(EPS))
-    logits, gates = np.split(x @ block.router.T, [choice.experts], axis=1)
+    logits = x @ block.router.T + (0 if block.router_bias is None else block.router_bias)
+    logits, gates = np.split(logits, [choice.experts], axis=1)
     scores = _sigmoid(logits) if choice.is_sigmoid else logits
     keys = scores if block.bias is None else scores + block.bias
     if choice.groups > 1:
@@ -174,7 +191,10 @@ def reference(case: Case) -> Found:
         ids = np.concatenate([ids, np.full((case.R, 1), choice.experts)], axis=1)
         weights = np.concatenate([weights, own], axis=1)
     added = [
-        sum(w * _expert(block, e, x[row]) for e, w in zip(ids[row], weights[row], strict=True))
+        sum(
+            w * _expert(block, case.activation, e, x[row])
+            for e, w in zip(ids[row], weights[row], strict=True)
+        )
         for row in range(case.R)
     ]
     rows = _rounded(block.rows + np.stack(added))
@@ -192,9 +212,11 @@ def _within_groups(keys: np.ndarray, choice: RoutingSettings) -> np.ndarray:
     return np.where(is_left[:, :, None], groups, -np.inf).reshape(keys.shape)
 
 
-def _expert(block: Block, number: int, x: np.ndarray) -> np.ndarray:
-    gate, up = np.split(block.gate_up[number] @ x, 2)
-    return block.down[number] @ _rounded(gate * _sigmoid(gate) * up)
+def _expert(block: Block, activation: Activation, number: int, x: np.ndarray) -> np.ndarray:
+    stored = (block.gate_up_bias, block.down_bias)
+    first, second = (np.float32(0) if each is None else each[number] for each in stored)
+    gate, up = np.split(block.gate_up[number] @ x + first, 2)
+    return block.down[number] @ _rounded(act_and_mul(gate, up, activation)) + second
 
 
 def _same(inner: Any) -> Any:
@@ -231,9 +253,12 @@ def run(
     R = len(given["rows"])
     given = {k: v if k == "squares" else v.astype(HALF) for k, v in given.items()}
     given |= {"router": block.router.astype(HALF), "bias": block.bias, "next_norm": block.norm}
+    for name in ("router_bias", "gate_up_bias", "down_bias"):
+        biases = getattr(block, name)
+        given[name] = None if biases is None else biases.astype(HALF)
     given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
-    how = {"eps": EPS, "routing": case.routing, "tiles": cut}
+    how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
     how |= {"order": ROUTER, "squares_order": SQUARES, "gathered": _same}
     is_fp8 = block.stored["gate_up_scales"] is not None
     how["formats"] = ("fp8_w8a16" if is_fp8 else PLAIN,) * 2
@@ -251,7 +276,7 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
     assert block.norm is not None
     framework: Any = torch if language == "triton" else jnp
     module, each = KERNELS[language]["experts"], []
-    how = {"eps": EPS, "routing": case.routing, "tiles": cut}
+    how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
     how |= {"order": ROUTER, "squares_order": SQUARES, "formats": (PLAIN, PLAIN)}
     for rank in range(count):
         columns = slice(rank * case.hidden // count, (rank + 1) * case.hidden // count)
@@ -263,7 +288,10 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
                 "scaled": block.scaled.astype(HALF),
                 "squares": block.squares,
                 "router": block.router.astype(HALF),
+                "router_bias": None,
                 "bias": block.bias,
+                "gate_up_bias": None,
+                "down_bias": None,
                 "gate_up": np.concatenate([gate[:, inner], up[:, inner]], axis=1),
                 "gate_up_scales": None,
                 "down": block.stored["down"][:, columns],
@@ -338,7 +366,11 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x).to(device)
 
 
-STACKS = ("router", "bias", "gate_up", "gate_up_scales", "down", "down_scales", "next_norm")
+BIASES = ("router_bias", "gate_up_bias", "down_bias")
+STACKS = (
+    *("router", "bias", "gate_up", "gate_up_scales", "down", "down_scales", "next_norm"),
+    *BIASES,
+)
 
 
 def _in_pallas(given: dict[str, Any], how: tuple, is_as_written: bool) -> Found:

@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
     "glm4_moe_lite": LATENT,
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 8},
     "granite": {},
     "llama": {},
     "ministral3": {},
@@ -116,6 +117,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, switched": (
         "glm4_moe",
         {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "gpt_oss, rounded yarn, no windows": (
+        "gpt_oss",
+        {
+            "rope_parameters": {**_YARN, "truncate": True},
+            "layer_types": ["full_attention"] * 4,
+            "swiglu_limit": 0.5,
+        },
     ),
     "granite, factors": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),

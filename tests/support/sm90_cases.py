@@ -21,6 +21,7 @@ SIZES = {
     "hybrid, a group of six": _HYBRID | {"heads": (6, 1)},
     "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
     "pages of two tiles": _MODEL | {"page": 128},
+    "sinks": {"heads": (64, 8), "D": 64, "page": 64, "half": True, "has_sinks": True},
     "shared KV": _MODEL | {"has_kv": False},
     "shared KV, hybrid": _HYBRID | {"has_kv": False},
 }

@@ -27,7 +27,7 @@ DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwe
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
-EXPERTS = ("glm4_moe", "qwen3_5_moe", "qwen3_moe", *LATENT)
+EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_moe", *LATENT)
 """Families with mixtures of experts, between them every kind of router and of layout."""
 EOS_ID = 1
 
@@ -196,6 +196,25 @@ _CONFIGS["glm4_moe"] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.8,
 }
+_CONFIGS["gpt_oss"] = {
+    **_LIKE_LLAMA,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 12,
+    "swiglu_limit": 0.75,  # low enough to clamp
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 256,
+        "truncate": False,
+    },
+}
 _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
@@ -334,6 +353,8 @@ def _random(
         drawn = 0.5 * noise
     elif name.endswith((BIAS, "score_bias")):
         drawn = 0.2 * noise
+    elif name.endswith("sinks"):
+        drawn = noise
     else:
         drawn = noise / np.sqrt(shape[-1])
     return drawn.astype(np.float32)

@@ -244,8 +244,7 @@ def attention_mask(
     return seen
 
 
-BLOCK = 256
-"""Positions that plain attention reads at once."""
+BLOCK = 256  # positions that plain attention reads at once
 
 
 def attend(
@@ -260,17 +259,18 @@ def attend(
     window: Bool[jax.Array, "R N"],
     max_rows: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[jax.Array, " Hq"] | None = None,
     k_offset: int = 0,
     v_offset: int = 0,
 ) -> Float[jax.Array, "R Hq D"]:
     """Computes softmax attention of each row; query head h reads KV head h // (Hq / Hk).
 
     A page table of more than `BLOCK` positions is read in blocks up to the last visible position,
-    so one program serves rows of any length. Padding rows are undefined. Scores are multiplied by
-    `scale`, by default 1 / sqrt(D). The offsets are the first pages of the keys and of the values
-    in a larger pool.
+    so one program serves rows of any length. Padding rows are undefined. The offsets are the first
+    pages of the keys and of the values in a larger pool.
     """
-    factor = q.shape[2] ** -0.5 if scale is None else scale
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     grid, back = _grid(request, row_starts, max_rows)
     bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
     columns = min(page_table.shape[1], max(1, BLOCK // page_size))
@@ -282,9 +282,9 @@ def attend(
         position = (block * columns * page_size) + jnp.arange(columns * page_size)
         keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
         seen = attention_mask(*bounds, position)
-        return _with_block(so_far, q[grid], keys, values, seen, factor)
+        return _with_block(so_far, q[grid], keys, values, seen, scale, softcap)
 
-    nothing = _Partial.nothing(q[grid], k_pages.shape[2])
+    nothing = _Partial.nothing(q[grid], k_pages.shape[2], sinks)
     if num_blocks == 1:
         summed = add(0, nothing)
     else:
@@ -299,11 +299,9 @@ def _grid(
 ) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
     """Returns the flat row at each index of a [request, row] grid, and the index of each row."""
     R = len(request)
-    grid = row_starts[:-1, None] + jnp.arange(max_rows, dtype=jnp.int32)
-    grid = jnp.minimum(grid, R - 1)
+    grid = jnp.minimum(row_starts[:-1, None] + jnp.arange(max_rows, dtype=jnp.int32), R - 1)
     place = jnp.arange(R, dtype=jnp.int32) - row_starts[request]
-    place = jnp.minimum(place, max_rows - 1)  # any, for padding
-    return grid, request * max_rows + place
+    return grid, request * max_rows + jnp.minimum(place, max_rows - 1)  # any, for padding
 
 
 class _Partial(NamedTuple):
@@ -320,20 +318,21 @@ class _Partial(NamedTuple):
     sees_spoiled: Bool[jax.Array, "B M"]
 
     @classmethod
-    def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "_Partial":
-        """Returns the empty accumulator; its maximum is finite, so empty rows give 0."""
+    def nothing(
+        cls, q: Float[jax.Array, "B M Hq D"], Hk: int, sinks: Float[jax.Array, " Hq"] | None
+    ) -> "_Partial":
+        """Returns an accumulator of the sinks; its maximum is finite, so empty rows give 0."""
         B, M, Hq, D = q.shape
-        heads = (B, num_kv_heads, Hq // num_kv_heads, M)
-        zeros = jnp.zeros(heads, jnp.float32)
-        return cls(
-            zeros - 1e30, zeros, jnp.zeros((*heads, D), jnp.float32), jnp.zeros((B, M), bool)
-        )
+        zeros = jnp.zeros((B, Hk, Hq // Hk, M), jnp.float32)
+        highest = zeros - 1e30 if sinks is None else zeros + sinks.reshape(Hk, -1, 1)
+        total = zeros + (sinks is not None)
+        return cls(highest, total, jnp.zeros((*zeros.shape, D)), jnp.zeros((B, M), bool))
 
     def attended(self) -> Float[jax.Array, "B M Hq D"]:
         """Returns the output of each row."""
         B, Hk, g, M, D = self.values.shape
-        out = self.values / jnp.maximum(self.total, 1e-30)[..., None]
-        out = jnp.moveaxis(out, 3, 1).reshape(B, M, Hk * g, D)
+        out = jnp.moveaxis(self.values / jnp.maximum(self.total, 1e-30)[..., None], 3, 1)
+        out = out.reshape(B, M, Hk * g, D)
         return jnp.where(self.sees_spoiled[:, :, None, None], jnp.nan, out)
 
 
@@ -344,9 +343,9 @@ def _with_block(
     v: Float[jax.Array, "B positions Hk D"],
     seen: Bool[jax.Array, "B M positions"],
     scale: float,
+    softcap: float | None,
 ) -> _Partial:
-    B, M, Hq, D = q.shape
-    Hk = k.shape[2]
+    (B, M, Hq, D), Hk = q.shape, k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     # One query head at a time: the reduction order of a CPU GEMM over a GQA group depends on the
     # number of heads, and so on the TP size.
@@ -355,6 +354,7 @@ def _with_block(
         [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2
     )
     scores = scores * jnp.float32(scale)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
     weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)

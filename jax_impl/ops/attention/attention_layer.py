@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, Place, kernel_or_reference, operand
+from jax_impl.ops import Kernels, Norm, Place, alone, kernel_or_reference, operand, stacked
 from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
@@ -110,6 +110,7 @@ def plain_attention_layer(
     rows: AttentionRows,
     kv: PagedKV,
     layer: Place,
+    sinks: Norm | None = None,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """Computes an attention layer between its two projections; `layer` indexes the pools in `kv`.
 
@@ -137,6 +138,8 @@ def plain_attention_layer(
         window=rows.window,
         max_rows=rows.max_rows,
         scale=heads.scale,
+        softcap=heads.softcap,
+        sinks=alone(sinks),
         k_offset=0,
         v_offset=num_pages,
     )
@@ -154,11 +157,13 @@ def kernel_attention_layer(
     rows: AttentionRows,
     kv: PagedKV,
     layer: Place,
+    sinks: Norm | None = None,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    sink_stack, sink_layer = _stacked(sinks)
     if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
@@ -170,8 +175,11 @@ def kernel_attention_layer(
             *pool,
             *table,
             *sees,
+            sinks=sink_stack,
+            sink_layer=sink_layer,
             max_rows=rows.max_rows,
             scale=heads.scale,
+            softcap=heads.softcap,
             tiles=tiles,
             **order,
         )
@@ -197,6 +205,8 @@ def kernel_attention_layer(
         window=rows.window,
         is_real=rows.is_real,
         q=q,
+        sinks=sink_stack,
+        sink_layer=sink_layer,
         gated=heads.gated,
         has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
@@ -204,6 +214,7 @@ def kernel_attention_layer(
         max_rows=rows.max_rows,
         max_parts=MOST_PARTS,
         scale=heads.scale,
+        softcap=heads.softcap,
         tiles=tiles,
         **order,
     )
@@ -300,6 +311,12 @@ def _place(
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
     )
+
+
+def _stacked(sinks: Norm | None) -> tuple[Float[jax.Array, "L Hq"] | None, Int[jax.Array, " 1"]]:
+    """Returns the sinks in the form of kernels: a stack and the index in it."""
+    stack, layer = stacked(sinks)
+    return stack, operand(layer)
 
 
 def _of_layer(scales: Float[jax.Array, "*L D"], layer: Place) -> Float[jax.Array, " D"]:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, is_bfloat16, kernel_or_reference
+from shared.models.activation import GELU_TANH, SILU, Activation
 from shared.spec.reduction_order import SQUARES
 
 Array = Float[jax.Array, "..."]
@@ -149,6 +150,17 @@ def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
 
 
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def act_and_mul(gate: Array, up: Array, activation: Activation) -> Array:
+    """Applies the activation of a gated MLP."""
+    if activation.kind == GELU_TANH:
+        return plain_gelu_tanh(gate) * up
+    if activation.kind == SILU:
+        return silu(gate) * up
+    gate = jnp.minimum(gate, activation.limit)
+    up = jnp.clip(up, -activation.limit, activation.limit)
+    return gate * sigmoid(activation.alpha * gate) * (up + 1)
 
 
 def plain_bilinear_pos_embed(

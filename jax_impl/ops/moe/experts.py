@@ -15,6 +15,7 @@ from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 
@@ -102,7 +103,7 @@ def experts(
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
         share = jnp.where(is_chosen, chosen.weights, 0).sum(axis=1, keepdims=True)
-        more = out + share * _of_expert(x, weights, expert, group)
+        more = out + share * _of_expert(x, config, weights, expert, group)
         return jnp.where(is_chosen.any(axis=1, keepdims=True), more, out), None
 
     nothing = jnp.zeros((len(x), weights.down.num_outputs), jnp.float32)
@@ -116,24 +117,34 @@ def experts(
 
 
 def _of_expert(
-    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: TPGroup
+    x: Float[jax.Array, "R hidden"],
+    config: MoEConfig,
+    weights: Experts,
+    expert: Place,
+    group: TPGroup,
 ) -> Float32[jax.Array, "R share"]:
-    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert), group)
+    gate_up, down = weights.gate_up.at(expert), weights.down.at(expert)
+    return _mlp(x, gate_up, down, config.activation, group)
 
 
 def _shared(
     x: Float[jax.Array, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup
 ) -> Float32[jax.Array, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
-        return _of_expert(x, weights, config.num_experts, group)
-    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
+        return _of_expert(x, config, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, config.activation, group)
 
 
 def _mlp(
-    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
+    x: Float[jax.Array, "R hidden"],
+    gate_up: Matrix,
+    down: Matrix,
+    activation: Activation,
+    group: TPGroup,
 ) -> Float32[jax.Array, "R share"]:
     gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    inner = all_gather.all_gather(group, (layers.silu(gate) * up).astype(x.dtype))
+    inner = layers.act_and_mul(gate, up, activation).astype(x.dtype)
+    inner = all_gather.all_gather(group, inner)
     return linear.product_float32(inner, down)
 
 
@@ -187,16 +198,20 @@ def kernel_added_experts(
     bias, _ = stacked(weights.score_bias)
     scale, norm_layer = stacked(all_gather.norm_with_squares(group, own, norm))
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
+    router_bias = _stacked(weights.router.bias, 1)
     added, arrivals = kernels.experts.experts(
         rows=own,
         scaled=stream.factors,
         squares=stream.squares,
         router=_stacked(weights.router.values, 2),
+        router_bias=router_bias,
         bias=bias,
         gate_up=_stacked(gate_up.values, 3),
         gate_up_scales=_stacked(gate_up.scales, 3),
+        gate_up_bias=_stacked(gate_up.bias, 2),
         down=_stacked(down.values, 3),
         down_scales=_stacked(down.scales, 3),
+        down_bias=_stacked(down.bias, 2),
         next_norm=scale,
         live=count,
         arrivals=stream.arrivals,
@@ -205,6 +220,7 @@ def kernel_added_experts(
         formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, group),
         eps=eps,
+        activation=config.activation,
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,

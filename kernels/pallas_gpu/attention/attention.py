@@ -27,9 +27,19 @@ from kernels.pallas_gpu.attention.head_dim_padding import (
     load_kept,
     outside,
 )
-from kernels.pallas_gpu.attention.online_softmax import LOG2_E, NEGATIVE, SoftmaxState, fold
+from kernels.pallas_gpu.attention.online_softmax import (
+    LOG2_E,
+    NEGATIVE,
+    SinkRefs,
+    SoftmaxState,
+    fold,
+    with_sink,
+)
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.tiles import AttentionTiles
+
+CAPPED_LANES = 16
+"""Lanes of a program with a soft cap: its powers need registers, too."""
 
 
 def attend(
@@ -42,12 +52,15 @@ def attend(
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
+    sinks: Float[jax.Array, "L2 Hq"] | None = None,
+    sink_layer: Int[jax.Array, " 1"] | None = None,
     *,
     max_rows: int,
     span: int,
     split: int,
     tile: int,
     scale: float,
+    softcap: float | None = None,
     tiles: AttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
@@ -59,8 +72,9 @@ def attend(
       q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
       kv, layer: KV pools of all layers, and the index of the layer to read.
-      page_table, first, until, window: See the specification.
+      page_table, first, until, window, softcap: See the specification.
       row_starts: First flat row of each request, and the end; later rows are padding.
+      sinks, sink_layer: Stacked sinks of query heads, and the index of the layer; None without.
       max_rows: Maximum rows of a request.
       span, split, tile: Positions of each; they fix the reduction order.
       scale: Multiplier of the scores.
@@ -68,22 +82,25 @@ def attend(
       interpret: Run on a CPU.
     """
     # Mosaic GPU's interpreter does not support inline PTX.
-    is_narrow = window.shape[1] <= MOST_NODES
-    if tiles.described and is_narrow and not interpret and takes(q.shape[1], kv, tile):
+    is_wide = tiles.described and softcap is None and not interpret
+    if is_wide and window.shape[1] <= MOST_NODES and takes(q.shape[1], kv, tile):
         rows = (page_table, row_starts, first, until, window)
         sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
-        return attention_sm90(q, gate, kv, layer, *rows, **sums, tiles=tiles)
+        return attention_sm90(q, gate, kv, layer, *rows, sinks, sink_layer, **sums, tiles=tiles)
     R, Hq, D = q.shape
     Hk, B = kv.shape[4], len(page_table)
-    blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    lanes, unroll = tiles.lanes, tiles.unroll
+    if softcap is not None:
+        lanes, unroll = CAPPED_LANES, 1
+    blocks = pl.cdiv(max_rows * (Hq // Hk), lanes)
     return pl.pallas_call(
         functools.partial(
             _attend_kernel,
             gated=gate is not None,
             blocks=blocks,
-            lanes=tiles.lanes,
-            unroll=tiles.unroll,
-            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
+            lanes=lanes,
+            unroll=unroll,
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale, softcap),
             interpret=interpret,
         ),
         grid=(Hk, blocks, B),
@@ -94,6 +111,7 @@ def attend(
     )(
         *(q, q if gate is None else gate, kv, layer, page_table, row_starts, first, until),
         window_operand(window),
+        None if sinks is None else SinkRefs(sinks, sink_layer),
     )
 
 
@@ -110,6 +128,7 @@ class Order(NamedTuple):
       ones: Columns of 1 in the product that sums the weights.
       nodes: Width of the tree window.
       scale: Multiplier of the scores.
+      softcap: Soft cap of the scores; None for none.
     """
 
     span: int
@@ -118,6 +137,7 @@ class Order(NamedTuple):
     ones: int
     nodes: int
     scale: float
+    softcap: float | None
 
 
 class VisibleRange(NamedTuple):
@@ -151,6 +171,7 @@ def _attend_kernel(
     first_ref,
     until_ref,
     window_ref,
+    sinks,
     out_ref,
     *,
     gated,
@@ -192,7 +213,7 @@ def _attend_kernel(
             first=first,
             until=until,
         )
-        sums = _sum_positions(q, seen, low, high, order, unroll)
+        sums = with_sink(_sum_positions(q, seen, low, high, order, unroll), sinks, q_head)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)
 
 
@@ -316,8 +337,13 @@ def add_whole(q, seen, position, pages, sums, order):
 
 
 def scores_of(q, k, order):
-    """Computes the scores of a tile, as exponents of 2: times scale and log2(e)."""
-    return pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
+    """Computes the scores of a tile, as exponents of 2: times scale and log2(e), soft-capped."""
+    scores = pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
+    if order.softcap is None:
+        return scores
+    cap = order.softcap * LOG2_E
+    growth = jnp.exp2(scores * (2.0 * LOG2_E / cap))
+    return cap - 2.0 * cap / (1.0 + growth)
 
 
 def _add_masked(q, seen, i, high, sums, order):

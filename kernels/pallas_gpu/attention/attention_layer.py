@@ -28,6 +28,7 @@ from kernels.pallas_gpu.attention.attention import (
 from kernels.pallas_gpu.attention.attention_layer_mainloop import sum_share
 from kernels.pallas_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, in_head, load_head
+from kernels.pallas_gpu.attention.online_softmax import SinkRefs, with_sink
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     Projected,
     RopeArgs,
@@ -61,6 +62,8 @@ def attention_layer(
     window: Bool[jax.Array, "R N"],
     is_real: Bool[jax.Array, " R"],
     q: Float[jax.Array, "R Hq D"] | None = None,
+    sinks: Float[jax.Array, "L2 Hq"] | None = None,
+    sink_layer: Int[jax.Array, " 1"] | None = None,
     *,
     gated: bool,
     has_kv: bool,
@@ -72,6 +75,7 @@ def attention_layer(
     tile: int,
     max_parts: int,
     scale: float,
+    softcap: float | None = None,
     tiles: DecodeAttentionTiles,
     interpret: bool = False,
 ) -> tuple[
@@ -86,8 +90,8 @@ def attention_layer(
       gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
       bounds, arrivals: From `compute_row_bounds`.
-      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
-        window, all rows of a request have the same `until`.
+      row_starts, first, until, window, sinks, sink_layer, max_rows, span, split, tile, scale,
+        softcap: See `attend`. With a window, all rows of a request have the same `until`.
       max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
       interpret: Run on a CPU.
@@ -101,8 +105,9 @@ def attention_layer(
     if tiles.registers:
         raise ValueError("registers must be 0: Pallas does not support a limit")
     # Mosaic GPU's interpreter does not support inline PTX.
-    if tiles.described and q is not None and not interpret and takes(q.shape[1], kv, tile):
-        rows = (bounds, page_table, row_starts, first, until, window)
+    is_wide = tiles.described and softcap is None and not interpret
+    if is_wide and q is not None and takes(q.shape[1], kv, tile):
+        rows = (bounds, page_table, row_starts, first, until, window, sinks, sink_layer)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         gate = projected if gated else None
         return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
@@ -119,7 +124,7 @@ def attention_layer(
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _attention_layer_kernel,
-            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale, softcap),
             settings=_ProjectionSettings(
                 q_norm is not None, q is not None, gated, has_kv, eps, digits
             ),
@@ -149,6 +154,7 @@ def attention_layer(
             window=window_operand(window),
         ),
         cos if q is None else q,
+        None if sinks is None else SinkRefs(sinks, sink_layer),
     )
     return out, kv, arrivals
 
@@ -231,6 +237,7 @@ def _attention_layer_kernel(
     bounds_ref,
     rows,
     q_ref,
+    sinks,
     kv_ref,
     arrivals_ref,
     out_ref,
@@ -348,6 +355,7 @@ def _attention_layer_kernel(
                     gets_nan = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
                     values = jnp.where(gets_nan[:, None], jnp.nan, sums.value)
                     sums = sums._replace(value=values)
+                sums = with_sink(sums, sinks, q_head)
                 gate_ref = projected.rows if settings.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
 

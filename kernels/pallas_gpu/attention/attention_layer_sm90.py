@@ -27,6 +27,7 @@ from kernels.pallas_gpu.attention.verify_sm90_loads import (
     clear_padding,
     copy_tiles,
     fetch_queries,
+    lane_sinks,
     piece_of,
     shared_of,
     words_of,
@@ -59,6 +60,7 @@ class LayerRefs(NamedTuple):
       pairs: `first`, `until` and the two window masks of the pairs of each block.
       visible_to_all: Range of positions that are visible to all pairs of each block.
       sums, peaks, totals: Partial results of spans.
+      sinks: See `verify_sm90_loads.lane_sinks`; None without.
     """
 
     q: Any
@@ -74,6 +76,7 @@ class LayerRefs(NamedTuple):
     sums: Any
     peaks: Any
     totals: Any
+    sinks: Any
 
 
 COLUMNS = 128
@@ -114,6 +117,8 @@ def attention_layer_sm90(
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
+    sinks: Float[jax.Array, "L2 Hq"] | None,
+    sink_layer: Int[jax.Array, " 1"] | None,
     *,
     max_rows: int,
     span: int,
@@ -126,7 +131,8 @@ def attention_layer_sm90(
     Args:
       q: Queries from `place`, which has also written the new keys and values.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
-      kv, layer, bounds, page_table, row_starts, first, until, window: See `attention_layer`.
+      kv, layer, bounds, page_table, row_starts, first, until, window, sinks,
+        sink_layer: See `attention_layer`.
       max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
@@ -156,9 +162,11 @@ def attention_layer_sm90(
         page=page,
         stages=tiles.stages,
         scale=scale * LOG2_E,
+        has_sinks=sinks is not None,
         gated=gate is not None,
     )
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
+    own = None if sinks is None else lane_sinks(sinks[sink_layer[0]], group)
     pairs, visible_to_all = _pairs_of(row_starts, first, until, window, work)
     numbers = Hk * work.parts * work.blocks
     of, single = jax.ShapeDtypeStruct, jnp.float32
@@ -179,11 +187,13 @@ def attention_layer_sm90(
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts, bounds),
         *(pairs, visible_to_all),
+        *([] if own is None else [own]),
     )
     out = out.reshape(R, Hq * D)
     if spans == 1:
         return out
-    return _combined(out, q if gate is None else gate, partials, bounds, row_starts, columns, work)
+    arrays = (out, q if gate is None else gate, *partials, bounds, row_starts, own)
+    return _combined(arrays, columns, work)
 
 
 def _pairs_of(row_starts, first, until, window, work):
@@ -213,7 +223,10 @@ def _share(number, bounds, has_rows, capacity, work):
 
 def _attention_layer_sm90_kernel(*refs, work, **shared):
     """One program per block of rows and two warpgroup columns of KV heads, request, and share."""
-    refs, shared = LayerRefs(*refs), VerifyBuffers(**shared)
+    *read, out, sums, peaks, totals = refs
+    sinks = read.pop() if work.has_sinks else None
+    refs = LayerRefs(*read, out, sums, peaks, totals, sinks)
+    shared = VerifyBuffers(**shared)
     number, request = lax.axis_index("number"), lax.axis_index("request")
     group, share_number = lax.axis_index("group"), lax.axis_index("share")
     pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
@@ -277,9 +290,9 @@ def _mask_of(refs, index, bounds):
     )
 
 
-def _combined(out, gate, partials, bounds, row_starts, columns, work):
+def _combined(arrays, columns, work):
     """Combines the spans that programs have stored, and finishes the rows of these requests."""
-    _, B, numbers, *_ = partials[0].shape
+    out, (_, B, numbers, *_) = arrays[0], arrays[2].shape
     return pl.pallas_call(
         functools.partial(_combine_kernel, capacity=columns * work.page, work=work),
         grid=(numbers, B),
@@ -287,11 +300,22 @@ def _combined(out, gate, partials, bounds, row_starts, columns, work):
         input_output_aliases={0: 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         name="combine_splits",
-    )(out, gate, *partials, bounds, row_starts)
+    )(*arrays)
 
 
 def _combine_kernel(
-    _, gate_ref, sums_ref, peaks_ref, totals_ref, bounds_ref, starts_ref, out_ref, *, capacity, work
+    _,
+    gate_ref,
+    sums_ref,
+    peaks_ref,
+    totals_ref,
+    bounds_ref,
+    starts_ref,
+    sinks_ref,
+    out_ref,
+    *,
+    capacity,
+    work,
 ):
     """One program per block of pairs and value columns of a KV head, and request."""
     number, request = pl.program_id(0), pl.program_id(1)
@@ -318,8 +342,11 @@ def _combine_kernel(
             return fold(sums, more)
 
         sums = lax.fori_loop(0, spans, add, SoftmaxState.nothing(LANES, work.width))
-        keep = ((row < stop) & (each < work.rows))[:, None]
-        out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
+        keep, total = ((row < stop) & (each < work.rows))[:, None], sums.total
+        if work.has_sinks:
+            sink = pltriton.load(sinks_ref.at[head, lane])
+            total += jnp.exp2(sink * LOG2_E - sums.peak)
+        out = sums.value / jnp.maximum(total, 1e-30)[:, None]
         at = q_head[:, None] * work.D + column + of_lane[None, :]
         if work.gated:
             gate_at = gate_ref.at[row[:, None], at + (q_head[:, None] + 1) * work.D]

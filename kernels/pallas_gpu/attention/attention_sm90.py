@@ -26,6 +26,7 @@ from kernels.pallas_gpu.attention.verify_sm90_loads import (
     clear_padding,
     copy_tiles,
     fetch_queries,
+    lane_sinks,
     piece_of,
     shared_of,
     words_of,
@@ -61,6 +62,7 @@ class PrefillRefs(NamedTuple):
       pairs: `first`, `until` and the window masks of all (row, query head) pairs.
       block_bounds: Bounds of each block, without windows: first visible position of any row and the
         end, and the range of positions that are visible to all rows.
+      sinks: See `verify_sm90_loads.lane_sinks`; None without.
     """
 
     q: Any
@@ -72,6 +74,7 @@ class PrefillRefs(NamedTuple):
     pairs: Any
     block_bounds: Any
     out: Any
+    sinks: Any
 
 
 def attention_sm90(
@@ -84,6 +87,8 @@ def attention_sm90(
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
+    sinks: Float[jax.Array, "L2 Hq"] | None,
+    sink_layer: Int[jax.Array, " 1"] | None,
     *,
     max_rows: int,
     span: int,
@@ -94,7 +99,8 @@ def attention_sm90(
     """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
 
     Args:
-      q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
+      q, gate, kv, layer, page_table, row_starts, first, until, window, sinks, sink_layer: See
+        `attend`.
       max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
@@ -120,18 +126,21 @@ def attention_sm90(
         page=page,
         stages=tiles.described,
         scale=scale * LOG2_E,
+        has_sinks=sinks is not None,
         gated=gate is not None,
     )
     room = _MOST_STAGED // width - work.spare
     if 2 * work.stages * copied > room:
         most = room // (2 * copied)
         raise ValueError(f"stages must be at most {most} for head size {D}, got {work.stages}")
-    return _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, work=work)
+    own = None if sinks is None else lane_sinks(sinks[sink_layer[0]], group)
+    rows = page_table, row_starts, first, until, window
+    return _attend(q, gate, kv, layer, *rows, own, work=work)
 
 
 # A separate function, for the same reason as `attention_layer_sm90`.
 @functools.partial(jax.jit, static_argnames=("work",), inline=False)
-def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *, work):
+def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, sinks, *, work):
     (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
     pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
@@ -151,6 +160,7 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
     )(
         *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts),
         *(pairs, _block_bounds_of(row_starts, first, until, work)),
+        *([] if sinks is None else [sinks]),
     )
     return out.reshape(R, Hq * D)
 
@@ -172,7 +182,9 @@ def _block_bounds_of(row_starts, first, until, work):
 
 def _attention_sm90_kernel(*refs, work, **shared):
     """One program per request, two blocks of rows (one for a 256-wide head), and KV head."""
-    refs, shared = PrefillRefs(*refs), VerifyBuffers(**shared)
+    *read, out = refs
+    sinks = read.pop() if work.has_sinks else None
+    refs, shared = PrefillRefs(*read, out, sinks), VerifyBuffers(**shared)
     request, head = lax.axis_index("request"), lax.axis_index("head")
     group, programs = lax.axis_index("group"), work.blocks * work.parts // GROUPS
     # The last rows attend to most positions: their programs, the longest, start first for all

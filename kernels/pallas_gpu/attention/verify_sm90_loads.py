@@ -16,12 +16,13 @@ from kernels.pallas_gpu.attention.online_softmax import LOG2_E
 from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
     GROUPS,
     LANES,
+    OF_ROWS,
     TILE,
     VerifyBuffers,
     beside,
 )
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
-from kernels.pallas_gpu.gemm.ptx import LAYOUT, divided, flushed_power_of_two, times
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, divided, flushed_power_of_two, sum_of, times
 
 
 class WarpgroupTile(NamedTuple):
@@ -61,6 +62,11 @@ def words_of(window):
         bit = jnp.left_shift(jnp.int32(1), jnp.arange(bits.shape[1], dtype=jnp.int32))
         words.append(jnp.where(bits, bit, 0).sum(axis=1, dtype=jnp.int32))
     return words
+
+
+def lane_sinks(sinks, group):
+    """Returns the sinks of the lanes of each KV head's warpgroups, [Hk, LANES]."""
+    return sinks.reshape(-1, group).astype(jnp.float32)[:, jnp.arange(LANES) % group]
 
 
 def shared_of(work):
@@ -116,7 +122,12 @@ def _load_rows(line_of, refs, shared, group, own, work):
 def write_result(refs, shared, group, own, sums, work):
     """Divides by the total weight, applies the sigmoid gate and writes the outputs of some rows."""
     at, lines = own.at(work), shared.lines.at[group]
-    out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
+    total = sums.total
+    if work.has_sinks:
+        sink = plgpu.load(refs.sinks.at[own.head], layout=OF_ROWS, optimized=False)
+        above = flushed_power_of_two(times(sink, LOG2_E, OF_ROWS) - sums.peak, OF_ROWS)
+        total = sum_of(total, above, OF_ROWS)
+    out = divided(sums.value, beside(jnp.maximum(total, 1e-30), work.width))
     if work.gated:
         gates = lambda row, heads, columns: refs.gate.at[row, heads, 1, columns]  # noqa: E731
         gate = _load_rows(gates, refs, shared, group, own, work).astype(jnp.float32)

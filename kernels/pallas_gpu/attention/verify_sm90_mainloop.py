@@ -29,7 +29,7 @@ GROUPS = 2
 """Consumer warpgroups of a program."""
 _PART = 64
 """Value columns per step of the search for non-finite values."""
-_OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 class VerifyBuffers(NamedTuple):
@@ -70,6 +70,7 @@ class VerifyTileWork(NamedTuple):
       span, split, nodes, page: Positions of each; `nodes` is the width of the tree window.
       stages: Pipeline stages.
       scale: Multiplier of the scores, times log2(e).
+      has_sinks: Whether query heads have sinks.
       gated: Whether there are gates.
     """
 
@@ -88,6 +89,7 @@ class VerifyTileWork(NamedTuple):
     page: int
     stages: int
     scale: float
+    has_sinks: bool
     gated: bool
 
     @property
@@ -149,7 +151,7 @@ class PairMask(NamedTuple):
 def loaded_pairs(lines):
     """Loads the mask bounds of pairs by name: `first`, `until` and the window masks."""
     names = ("first", "until", "low", "high")
-    loaded = (plgpu.load(line, layout=_OF_ROWS, optimized=False) for line in lines)
+    loaded = (plgpu.load(line, layout=OF_ROWS, optimized=False) for line in lines)
     return dict(zip(names, loaded, strict=False))
 
 
@@ -201,7 +203,7 @@ def sum_span(shared, share, span, group, mask, work):
         # Before the first visible position, masked scores must not get the weight of the maximum.
         above = jnp.where(highest == NEGATIVE, 0.0, highest)
         weights = flushed_power_of_two(scores - beside(above, TILE)).astype(jnp.bfloat16)
-        decay = flushed_power_of_two(split.peak - highest, _OF_ROWS)
+        decay = flushed_power_of_two(split.peak - highest, OF_ROWS)
         value = product_of(value, beside(decay, work.width))
         total = product_of(split.total, beside(decay, ONES))
 
@@ -233,8 +235,8 @@ def nothing(width, *ones):
     total = jnp.zeros((LANES, *ones), jnp.float32)
     return SoftmaxState(
         plgpu.layout_cast(jnp.zeros((LANES, width), jnp.float32), LAYOUT),
-        plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
-        plgpu.layout_cast(total, LAYOUT if ones else _OF_ROWS),
+        plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), OF_ROWS),
+        plgpu.layout_cast(total, LAYOUT if ones else OF_ROWS),
     )
 
 
@@ -246,7 +248,7 @@ def beside(x, columns):
 def folded(sums, more):
     """Same as `online_softmax.fold`."""
     highest = jnp.maximum(sums.peak, more.peak)
-    ours, theirs = (flushed_power_of_two(x.peak - highest, _OF_ROWS) for x in (sums, more))
+    ours, theirs = (flushed_power_of_two(x.peak - highest, OF_ROWS) for x in (sums, more))
 
     def added(x, y, ours, theirs, layout):
         return sum_of(product_of(x, ours, layout), product_of(y, theirs, layout), layout)
@@ -256,7 +258,7 @@ def folded(sums, more):
     return SoftmaxState(
         added(sums.value, more.value, *across, LAYOUT),
         highest,
-        added(sums.total, more.total, ours, theirs, _OF_ROWS),
+        added(sums.total, more.total, ours, theirs, OF_ROWS),
     )
 
 

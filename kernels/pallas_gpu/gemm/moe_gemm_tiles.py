@@ -13,10 +13,11 @@ from shared.models.formats.weight_format import PLAIN
 
 
 class ExpertWeights(NamedTuple):
-    """Expert weights, and their scales if they are packed FP8."""
+    """Expert weights, their scales if they are packed FP8, and biases if they have any."""
 
     weights: Any
     scales: Any
+    bias: Any
 
 
 class ExpertGemmConfig(NamedTuple):
@@ -53,6 +54,12 @@ def tile_of(number, ids_ref, expert_blocks, config):
     at = expert_blocks.slots.at[expert, first - expert * rows + lane]
     slots = pltriton.load(at, mask=lane < count, other=0)
     return ExpertTile(expert=expert, count=count, slots=slots)
+
+
+def bias_of(stored, of_expert, output, is_output):
+    """Loads the biases of some outputs of an expert; for the arguments see `product`."""
+    at = stored.bias.at[(*of_expert, output)]
+    return pltriton.load(at, mask=is_output, other=0.0).astype(jnp.float32)
 
 
 def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, config):

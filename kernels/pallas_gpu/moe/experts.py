@@ -20,12 +20,20 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
-from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, ExpertWeights, product, tile_of
+from kernels.pallas_gpu.gemm.activation import act_and_mul
+from kernels.pallas_gpu.gemm.moe_gemm_tiles import (
+    ExpertGemmConfig,
+    ExpertWeights,
+    bias_of,
+    product,
+    tile_of,
+)
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
-from kernels.pallas_gpu.moe.router import LOG2_E, RouterSelection, barrier, route, scale_of
+from kernels.pallas_gpu.moe.router import RouterSelection, barrier, route, scale_of
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
+from shared.models.activation import Activation
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -54,11 +62,14 @@ def experts(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     router: Float[jax.Array, "L outputs hidden"],
+    router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
     gate_up: jax.Array,
     gate_up_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    gate_up_bias: Float[jax.Array, "L stored outputs"] | None,
     down: jax.Array,
     down_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    down_bias: Float[jax.Array, "L stored outputs"] | None,
     next_norm: Float[jax.Array, "L2 columns"] | None,
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
@@ -68,6 +79,7 @@ def experts(
     formats: tuple[str, str],
     gathered: Callable[[jax.Array], jax.Array],
     eps: float,
+    activation: Activation,
     routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
@@ -81,17 +93,19 @@ def experts(
 
     Args:
       rows: Rows of the residual stream.
-      scaled, squares, router, bias, live, arrivals, layer, eps, order, squares_order: See `route`;
-        `arrivals_of_experts` returns the number of arrivals.
+      scaled, squares, router, router_bias, bias, live, arrivals, layer, eps, order, squares_order:
+        See `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[L, stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
         projection's; or packed FP8, `[L, stored, 2 inner, hidden / 4]`. The stack avoids the copy
         of a slice.
       gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[L, stored, hidden, inner]`, in the same way.
+      gate_up_bias, down_bias: Biases of the outputs.
       next_norm, norm_layer: Stacked norm scales, and the index of the norm after the block; None if
         nothing scales the new rows.
       formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
+      activation: Activation of the experts.
       routing: Router config; the shared expert is stored last.
       tiles: Tile config.
       interpret: Run on a CPU.
@@ -104,6 +118,7 @@ def experts(
         scaled,
         squares,
         router,
+        router_bias,
         bias,
         live,
         arrivals,
@@ -123,12 +138,13 @@ def experts(
     inner = silu_and_mul_linear(
         scaled,
         squares,
-        ExpertWeights(gate_up, gate_up_scales),
+        ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         expert_blocks,
         layer,
         format=formats[0],
         eps=eps,
+        activation=activation,
         routing=routing,
         squares_order=squares_order,
         tiles=tiles,
@@ -136,7 +152,7 @@ def experts(
     )
     return linear_add(
         gathered(inner),
-        ExpertWeights(down, down_scales),
+        ExpertWeights(down, down_scales, down_bias),
         chosen,
         expert_blocks,
         rows,
@@ -162,12 +178,13 @@ def silu_and_mul_linear(
     *,
     format: str,
     eps: float,
+    activation: Activation,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "all_slots inner"]:
-    """Computes silu(gate) * up of every slot, with its expert and its row's norm.
+    """Computes the activation of every slot, with its expert and its row's norm.
 
     Grouped tiles require the expert blocks of `group`.
     """
@@ -176,7 +193,13 @@ def silu_and_mul_linear(
         format, tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret
     )
     return pl.pallas_call(
-        partial(_gated_kernel, eps=eps, squares_order=squares_order, config=config),
+        partial(
+            _gated_kernel,
+            eps=eps,
+            activation=activation,
+            squares_order=squares_order,
+            config=config,
+        ),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
         out_shape=jax.ShapeDtypeStruct((R * routing.slots, N), scaled.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -268,6 +291,7 @@ def _gated_kernel(
     inner_ref,
     *,
     eps,
+    activation,
     squares_order,
     config,
 ):
@@ -296,10 +320,13 @@ def _gated_kernel(
             early(total, config.interpret).T, (config.columns, config.columns), axis=1
         )
         gate, up = gate * scale[:, None], up * scale[:, None]
-        out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
+        column = first + lax.iota(jnp.int32, config.columns)
+        if gate_up.bias is not None:
+            gate += bias_of(gate_up, of_expert, column, column < N)[None, :]
+            up += bias_of(gate_up, of_expert, N + column, column < N)[None, :]
+        out = act_and_mul(gate, up, activation)
         # Elements that are not stored get an index outside the array, which the interpreter
         # requires.
-        column = first + lax.iota(jnp.int32, config.columns)
         slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
         at = inner_ref.at[slot[:, None], column[None, :]]
@@ -336,6 +363,8 @@ def _down_kernel(
             x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, config
         )
         total = early(total, config.interpret)
+        if down.bias is not None:
+            total += bias_of(down, of_expert, column, column < N)[:, None]
         slot, at_column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
         pltriton.store(parts_ref.at[slot[:, None], at_column[None, :]], total.T, mask=keep)

@@ -38,6 +38,7 @@ class _RouterInputs(NamedTuple):
     scaled: Any
     squares: Any
     router: Any
+    logit_bias: Any
     bias: Any
     live: Any
     layer: Any
@@ -59,6 +60,7 @@ def route(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     router: Float[jax.Array, "L outputs hidden"],
+    router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
@@ -78,6 +80,7 @@ def route(
       squares: Sums of squares of the rows per chunk, for that division.
       router: Stacked router weights: the experts' rows, then that of the shared expert's gate, if
         any.
+      router_bias: Added to the logits.
       bias: Added to an expert's score for the selection, not for its weight.
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more.
@@ -127,6 +130,7 @@ def route(
             scaled=scaled,
             squares=squares,
             router=router,
+            logit_bias=router_bias,
             bias=bias,
             live=live,
             layer=layer.reshape(1),
@@ -217,6 +221,9 @@ def _choose(read, parts_ref, chosen, block, live, layer, config):
             column = jnp.full(row.shape, routing.experts, jnp.int32)
             gate += load_volatile(parts_ref.at[segment, row, column], mask=is_live)
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
+    if read.logit_bias is not None:
+        bias = load(read.logit_bias.at[layer, expert], mask=is_expert).astype(jnp.float32)
+        scores = scores + bias[None, :] + 0.0
     if routing.is_sigmoid:
         scores = 1.0 / (1.0 + jnp.exp2(-scores * LOG2_E))
     keys = scores

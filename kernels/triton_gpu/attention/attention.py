@@ -24,11 +24,23 @@ from kernels.triton_gpu.attention.head_dim_padding import (
     load_head,
     store_head,
 )
+from kernels.triton_gpu.attention.online_softmax import (
+    LOG2_E,
+    NEGATIVE,
+    SoftmaxState,
+    capped,
+    fold,
+    fold_split,
+    no_split,
+    no_sums,
+    softcap_of,
+    with_sink,
+)
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes, Pool
 from kernels.triton_gpu.gemm.linear import launching
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-NEGATIVE = tl.constexpr(-1e30)  # finite: -inf minus -inf is NaN in rows without visible positions
+CAPPED_LANES = 16
+"""Lanes of a program with a soft cap: its powers need registers, too."""
 
 
 class Order(NamedTuple):
@@ -38,6 +50,8 @@ class Order(NamedTuple):
       span, split, tile: Positions of each.
       ones: Columns of 1 in the product that sums the weights.
       nodes: Width of the tree window.
+      softcap: Soft cap of the scores, times log2(e); 0: none.
+      has_sinks: Whether query heads have sinks.
     """
 
     span: int
@@ -45,6 +59,8 @@ class Order(NamedTuple):
     tile: int
     ones: int
     nodes: int
+    softcap: float
+    has_sinks: bool
 
 
 class QueryRows(NamedTuple):
@@ -54,14 +70,6 @@ class QueryRows(NamedTuple):
     first: Any
     until: Any
     window: Any
-
-
-class SoftmaxState(NamedTuple):
-    """Online softmax accumulator (acc, m, l) over some positions."""
-
-    value: Any
-    peak: Any
-    total: Any
 
 
 class VisibleRange(NamedTuple):
@@ -95,12 +103,14 @@ def attend(
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
+    sinks: Float[Tensor, " Hq"] | None = None,
     *,
     max_rows: int,
     span: int,
     split: int,
     tile: int,
     scale: float,
+    softcap: float | None = None,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """Same as `shared.spec.attention.attend`, for flat rows grouped by request.
@@ -111,7 +121,7 @@ def attend(
       q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
       kv, layer: KV pools of all layers, and the index of the layer to read.
-      page_table, first, until, window: See the specification.
+      page_table, first, until, window, sinks, softcap: See the specification.
       row_starts: First flat row of each request, and the end; later rows are padding.
       max_rows: Maximum rows of a request.
       span, split, tile: Positions of each; they fix the reduction order.
@@ -123,16 +133,20 @@ def attend(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
-    if tiles.described and takes(kv, tile) and window.shape[1] <= MOST_NODES:
+    is_wide = tiles.described and softcap is None and takes(kv, tile)
+    if is_wide and window.shape[1] <= MOST_NODES:
         rows = (page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
-        return attention_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles)
+        return attention_sm90(q, gate, kv, layer, *rows, sinks, **order, tiles=tiles)
     q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     out, nodes = q.new_empty((R, Hq * D)), window.shape[1]
-    blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    lanes, unroll = tiles.lanes, min(tiles.unroll, split // tile)
+    if softcap is not None:
+        lanes, unroll = CAPPED_LANES, 1
+    blocks = triton.cdiv(max_rows * (Hq // Hk), lanes)
     _attend_kernel[(Hk, blocks, B)](
-        *(q, q if gate is None else gate, out),
+        *(q, q if gate is None else gate, q if sinks is None else sinks, out),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
         QueryRows(starts=row_starts, first=first, until=until, window=window if nodes else until),
         num_rows=R,
@@ -147,9 +161,17 @@ def attend(
             gated=gate is not None,
             line=0 if gate is None else gate.shape[1],
         ),
-        order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=nodes),
-        lanes=tiles.lanes,
-        unroll=min(tiles.unroll, split // tile),
+        order=Order(
+            span=span,
+            split=split,
+            tile=tile,
+            ones=tiles.ones,
+            nodes=nodes,
+            softcap=softcap_of(softcap),
+            has_sinks=sinks is not None,
+        ),
+        lanes=lanes,
+        unroll=unroll,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launching(q),
@@ -161,6 +183,7 @@ def attend(
 def _attend_kernel(
     q_at,
     gate_at,
+    sinks_at,
     out_at,
     pool,
     rows,
@@ -211,6 +234,8 @@ def _attend_kernel(
         scale=scale,
     )
     sums = _sum_positions(q, seen, low, high, heads, order, unroll)
+    if order.has_sinks:
+        sums = with_sink(sums, sinks_at, place, q_heads)
     gate_place = lane_row.to(tl.int64) * heads.line + (2 * q_head + 1) * D
     finish(sums, gate_at, gate_place, out_at, place, row < stop, D, heads.gated)
 
@@ -267,7 +292,7 @@ def _sum_positions(
                     seen.table, seen.columns, page, i * unroll + j, tile, heads
                 )
                 split_sums = add_whole(
-                    q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D
+                    q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D, order
                 )
             # Known at compile time, if a loop step is a whole split.
             is_end = True
@@ -320,30 +345,23 @@ def offsets(table_at, columns, number, i, tile: tl.constexpr, heads: tl.constexp
 
 
 @triton.jit
-def no_sums(lanes: tl.constexpr, D: tl.constexpr):
-    """Returns an empty accumulator."""
-    peak = tl.full((lanes,), NEGATIVE, tl.float32)
-    block: tl.constexpr = triton.next_power_of_2(D)
-    values, total = tl.zeros((lanes, block), tl.float32), tl.zeros((lanes,), tl.float32)
-    return SoftmaxState(value=values, peak=peak, total=total)
-
-
-@triton.jit
-def no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
-    """Returns an empty accumulator of a split; its total has `ones` equal columns."""
-    sums = no_sums(lanes, D)
-    return SoftmaxState(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
-
-
-@triton.jit
-def add_whole(q, k_at, v_at, scale, sums, D: tl.constexpr):
+def add_whole(q, k_at, v_at, scale, sums, D: tl.constexpr, order: tl.constexpr):
     """Adds a tile that is fully visible to all rows."""
     k, v = load_head(k_at, D), load_head(v_at, D)
-    # "ieee": float32 stays float32, no tf32
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = scores_of(q, k, scale, order)
     highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
     return add_tile(sums, highest, weights, v)
+
+
+@triton.jit
+def scores_of(q, k, scale, order: tl.constexpr):
+    """Computes the scores of a tile, as exponents of 2: times scale and log2(e), soft-capped."""
+    # "ieee": float32 stays float32, no tf32
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if order.softcap > 0:
+        scores = capped(scores, order.softcap)
+    return scores
 
 
 @triton.jit
@@ -364,7 +382,7 @@ def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr
     # Triton would select its layout for the tensor cores and so the order of its sums.
     if i * tile < high:
         k = tl.load(seen.k + offset, mask=keep, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
+        scores = scores_of(q, k, seen.scale, order)
         sees = position[None, :] >= seen.first[:, None]
         sees &= position[None, :] < seen.until[:, None]
         if order.nodes > 0:
@@ -393,22 +411,6 @@ def add_tile(sums, highest, weights, v):
     total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
     values = sums.value * decay + tl.dot(weights, v, input_precision="ieee")
     return SoftmaxState(value=values, peak=highest, total=total)
-
-
-@triton.jit
-def fold_split(sums, split):
-    """Merges a split into its span; the total of a split has equal columns."""
-    total = tl.max(split.total, axis=1)
-    return fold(sums, SoftmaxState(value=split.value, peak=split.peak, total=total))
-
-
-@triton.jit
-def fold(sums, more):
-    """Merges two accumulators; `more` covers later positions."""
-    highest = tl.maximum(sums.peak, more.peak)
-    ours, theirs = tl.exp2(sums.peak - highest), tl.exp2(more.peak - highest)
-    values = sums.value * ours[:, None] + more.value * theirs[:, None]
-    return SoftmaxState(value=values, peak=highest, total=sums.total * ours + more.total * theirs)
 
 
 @triton.jit

@@ -18,9 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import DecodeAttentionTiles
 from kernels.triton_gpu.attention.attention import (
-    LOG2_E,
     Order,
-    SoftmaxState,
     VisibleRange,
     clear_padding,
     finish,
@@ -29,6 +27,12 @@ from kernels.triton_gpu.attention.attention import (
 from kernels.triton_gpu.attention.attention_layer_mainloop import sum_share
 from kernels.triton_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, load_head
+from kernels.triton_gpu.attention.online_softmax import (
+    LOG2_E,
+    SoftmaxState,
+    softcap_of,
+    with_sink,
+)
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     HeadSizes,
     Pool,
@@ -134,6 +138,7 @@ def attention_layer(
     window: Bool[Tensor, "R N"],
     is_real: Bool[Tensor, " R"],
     q: Float[Tensor, "R Hq D"] | None = None,
+    sinks: Float[Tensor, " Hq"] | None = None,
     *,
     gated: bool,
     has_kv: bool,
@@ -145,6 +150,7 @@ def attention_layer(
     tile: int,
     max_parts: int,
     scale: float,
+    softcap: float | None = None,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """Same as `shared.spec.attention_layer.attention_layer`, for flat rows grouped by request.
@@ -154,8 +160,8 @@ def attention_layer(
       gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
       bounds, arrivals: From `compute_row_bounds`; `arrivals` is zero again afterwards.
-      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. With a
-        window, all rows of a request have the same `until`.
+      row_starts, first, until, window, sinks, max_rows, span, split, tile, scale, softcap: See
+        `attend`. With a window, all rows of a request have the same `until`.
       max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
 
@@ -164,7 +170,7 @@ def attention_layer(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
-    if tiles.described and q is not None and takes(kv, tile):
+    if tiles.described and softcap is None and q is not None and takes(kv, tile):
         return attention_layer_sm90(
             q,
             projected if gated else None,
@@ -177,6 +183,7 @@ def attention_layer(
             first=first,
             until=until,
             window=window,
+            sinks=sinks,
             max_rows=max_rows,
             span=span,
             split=split,
@@ -210,7 +217,7 @@ def attention_layer(
             until=until,
             window=window if window.shape[1] else until,
         ),
-        *(projected if q is None else q, out),
+        *(projected if q is None else q, projected if sinks is None else sinks, out),
         SplitPartials(sums=sums, peaks=peaks, totals=totals),
         num_rows=R,
         num_requests=B,
@@ -221,7 +228,15 @@ def attention_layer(
             q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated, line=projected.shape[1]
         ),
         turning=RopeArgs(half=cos.shape[1], has_norms=q_norm is not None, digits=digits),
-        order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
+        order=Order(
+            span=span,
+            split=split,
+            tile=tile,
+            ones=tiles.ones,
+            nodes=window.shape[1],
+            softcap=softcap_of(softcap),
+            has_sinks=sinks is not None,
+        ),
         config=AttentionLayerConfig(
             lanes=lanes,
             blocks=blocks,
@@ -248,6 +263,7 @@ def _attention_layer_kernel(
     requests,
     rows,
     q_at,
+    sinks_at,
     out_at,
     parts,
     num_rows,
@@ -408,4 +424,6 @@ def _attention_layer_kernel(
             gets_nan = tl.max(sees_bad.to(tl.int32), axis=1) > 0
             values = tl.where(gets_nan[:, None], float("nan"), sums.value)
             sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
+        if order.has_sinks:
+            sums = with_sink(sums, sinks_at, place_of_lane, q_heads)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)

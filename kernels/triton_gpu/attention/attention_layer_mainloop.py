@@ -4,16 +4,19 @@ import triton
 import triton.language as tl
 
 from kernels.triton_gpu.attention.attention import (
-    NEGATIVE,
-    SoftmaxState,
     add_tile,
     add_whole,
+    offsets,
+    scores_of,
+)
+from kernels.triton_gpu.attention.head_dim_padding import in_head
+from kernels.triton_gpu.attention.online_softmax import (
+    NEGATIVE,
+    SoftmaxState,
     fold_split,
     no_split,
     no_sums,
-    offsets,
 )
-from kernels.triton_gpu.attention.head_dim_padding import in_head
 from kernels.triton_gpu.attention.row_bounds import is_in, visible
 from kernels.triton_gpu.attention.split_kv import store_partial
 
@@ -48,7 +51,7 @@ def sum_share(
     whole = tl.where(tl.max(seen.first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
-        sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D)
+        sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D, order)
         sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
     for i in range(whole, end):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
@@ -62,7 +65,7 @@ def sum_share(
         keep = in_head(is_read[:, None], D)
         k = tl.load(seen.k + offset, mask=keep, other=0.0)
         v = tl.load(seen.v + offset, mask=keep, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
+        scores = scores_of(q, k, seen.scale, order)
         is_seen = visible(position, seen.first, seen.until, seen.window, order.nodes)
         scores = tl.where(is_seen, scores, NEGATIVE)
         highest = tl.maximum(sums.peak, tl.max(scores, axis=1))

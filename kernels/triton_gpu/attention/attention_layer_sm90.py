@@ -37,6 +37,7 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     WARPS,
     SpanPartials,
     SplitRange,
+    StoredArrays,
     StoredLayout,
     VerifyTileConfig,
     WarpgroupPairs,
@@ -84,6 +85,7 @@ def attention_layer_sm90(
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
+    sinks: Float[Tensor, " Hq"] | None,
     *,
     max_rows: int,
     span: int,
@@ -96,7 +98,7 @@ def attention_layer_sm90(
     Args:
       q: Queries from `place`, which has also written the new keys and values.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
-      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window: See
+      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window, sinks: See
         `attention_layer`.
       max_rows, span, split, scale, tiles: See `attend`.
     """
@@ -121,7 +123,7 @@ def attention_layer_sm90(
             starts=starts, first=first, until=until, window=window if window.shape[1] else until
         ),
         bounds,
-        *(out, gate),
+        StoredArrays(out=out, gate=gate, sinks=q if sinks is None else sinks),
         SpanPartials(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
         num_rows=R,
         num_requests=B,
@@ -139,6 +141,7 @@ def attention_layer_sm90(
             nodes=window.shape[1],
             span=span,
             split=split,
+            has_sinks=sinks is not None,
         ),
         num_warps=WARPS.value,
         maxnreg=_REGISTERS,
@@ -155,8 +158,7 @@ def _attention_layer_sm90_kernel(
     table_at,
     seen,
     bounds_at,
-    out_at,
-    gate_at,
+    arrays,
     partials,
     num_rows,
     num_requests,
@@ -197,7 +199,7 @@ def _attention_layer_sm90_kernel(
     if is_launched:
         gdc_wait()
     if (share == 0) & (block.number == 0) & (block.part == 0):
-        clear_padding(out_at, num_real + request, num_rows, num_requests, block.head, heads)
+        clear_padding(arrays.out, num_real + request, num_rows, num_requests, block.head, heads)
     queries.index(0).store(queries_of(q_at, block, seen, heads))
     ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
     fence_async_shared()
@@ -213,7 +215,7 @@ def _attention_layer_sm90_kernel(
         is_alone=spans == 1,
         sharing=gl.where(share < sharing, sharing, 0),
     )
-    stored = StoredLayout(out=out_at, gate=gate_at, starts=seen.starts)
+    stored = StoredLayout(out=arrays.out, gate=arrays.gate, sinks=arrays.sinks, starts=seen.starts)
     gl.warp_specialize(
         [
             (

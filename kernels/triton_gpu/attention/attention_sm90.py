@@ -32,6 +32,7 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     TILE,
     WARPS,
     SplitRange,
+    StoredArrays,
     StoredLayout,
     VerifyTileConfig,
     WarpgroupPairs,
@@ -40,6 +41,7 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     lines_of,
     no_sums,
     sum_span,
+    with_sinks,
 )
 from kernels.triton_gpu.gemm.linear import launching
 
@@ -60,6 +62,7 @@ def attention_sm90(
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
+    sinks: Float[Tensor, " Hq"] | None,
     *,
     max_rows: int,
     span: int,
@@ -70,7 +73,7 @@ def attention_sm90(
     """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
 
     Args:
-      q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
+      q, gate, kv, layer, page_table, row_starts, first, until, window, sinks: See `attend`.
       max_rows, span, split, scale, tiles: See `attend`.
     """
     read = (q, page_table, row_starts, first, until, window)
@@ -91,7 +94,7 @@ def attention_sm90(
         RowVisibility(
             starts=starts, first=first, until=until, window=window if window.shape[1] else until
         ),
-        *(out, gate),
+        StoredArrays(out=out, gate=gate, sinks=q if sinks is None else sinks),
         num_rows=R,
         num_requests=B,
         columns=columns,
@@ -107,6 +110,7 @@ def attention_sm90(
             nodes=window.shape[1],
             span=span,
             split=split,
+            has_sinks=sinks is not None,
         ),
         num_warps=WARPS.value,
         maxnreg=_REGISTERS,
@@ -122,8 +126,7 @@ def _attention_sm90_kernel(
     v_of,
     table_at,
     seen,
-    out_at,
-    gate_at,
+    arrays,
     num_rows,
     num_requests,
     columns,
@@ -143,7 +146,7 @@ def _attention_sm90_kernel(
     if is_launched:  # no early launch of the next kernel, which would wait on a busy multiprocessor
         gdc_wait()
     padding = gl.load(seen.starts + num_requests) + request * programs + number
-    clear_padding(out_at, padding, num_rows, num_requests * programs, head, heads)
+    clear_padding(arrays.out, padding, num_rows, num_requests * programs, head, heads)
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
     if start + number * pairs // group >= stop:
         return
@@ -160,7 +163,7 @@ def _attention_sm90_kernel(
         queries.index(i).store(queries_of(q_at, block, seen, heads))
     ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
     fence_async_shared()
-    stored = StoredLayout(out=out_at, gate=gate_at, starts=seen.starts)
+    stored = StoredLayout(out=arrays.out, gate=arrays.gate, sinks=arrays.sinks, starts=seen.starts)
     gl.warp_specialize(
         [
             (
@@ -279,4 +282,6 @@ def _attend_block(
             config,
         )
         peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
+    if config.has_sinks:
+        total = with_sinks(total, peak, pairs, stored, heads)
     finish(stored, block, total, sums, heads, config)

@@ -16,7 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_tiles import LatentAttentionTiles, block_widths, splits_of
-from kernels.triton_gpu.attention.attention import LOG2_E, QueryRows
+from kernels.triton_gpu.attention.attention import (
+    QueryRows,
+)
 from kernels.triton_gpu.attention.latent_attention_mainloop import (
     LatentConfig,
     LatentOrder,
@@ -31,6 +33,9 @@ from kernels.triton_gpu.attention.latent_combine import (
     combine,
     request_splits,
     tile_range,
+)
+from kernels.triton_gpu.attention.online_softmax import (
+    LOG2_E,
 )
 from kernels.triton_gpu.attention.split_kv import SplitPartials
 from kernels.triton_gpu.gemm.linear import launching

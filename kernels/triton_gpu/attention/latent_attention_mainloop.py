@@ -5,8 +5,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.attention.attention import NEGATIVE, page_of
+from kernels.triton_gpu.attention.attention import (
+    page_of,
+)
 from kernels.triton_gpu.attention.latent_combine import fold, split_of, split_tiles
+from kernels.triton_gpu.attention.online_softmax import (
+    NEGATIVE,
+)
 
 
 class LatentSizes(NamedTuple):

@@ -11,7 +11,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_tiles import COMBINED, COMBINED_COLUMNS, COMBINED_HEADS
-from kernels.triton_gpu.attention.attention import NEGATIVE
+from kernels.triton_gpu.attention.online_softmax import (
+    NEGATIVE,
+)
 from kernels.triton_gpu.gemm.linear import launching
 
 

@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.attention.attention import SoftmaxState, fold, no_sums
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head
+from kernels.triton_gpu.attention.online_softmax import (
+    SoftmaxState,
+    fold,
+    no_sums,
+)
 
 
 class SplitPartials(NamedTuple):

@@ -107,16 +107,25 @@ class SplitRange(NamedTuple):
     sharing: Any
 
 
+class StoredArrays(NamedTuple):
+    """Outputs of all rows, the projection that contains the gates, and the sinks of query heads."""
+
+    out: Any
+    gate: Any
+    sinks: Any
+
+
 class StoredLayout(NamedTuple):
     """Addresses of the epilogue.
 
     Attributes:
-      out, gate: Outputs of all rows, and the projection that contains the gates.
+      out, gate, sinks: See `StoredArrays`.
       starts: First flat row of each request.
     """
 
     out: Any
     gate: Any
+    sinks: Any
     starts: Any
 
 
@@ -145,6 +154,7 @@ class VerifyTileConfig(NamedTuple):
       stages: Pipeline stages.
       nodes: Width of the tree window.
       span, split: Positions of each.
+      has_sinks: Whether query heads have sinks.
     """
 
     groups: int
@@ -156,6 +166,7 @@ class VerifyTileConfig(NamedTuple):
     nodes: int
     span: int
     split: int
+    has_sinks: bool
 
 
 @gluon.jit
@@ -203,6 +214,8 @@ def attend_pairs(
                 more = _load_span(partials, block.part, place, pairs.is_one, heads, config)
                 peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
     if is_last:
+        if config.has_sinks:
+            total = with_sinks(total, peak, pairs, stored, heads)
         finish(stored, block, total, sums, heads, config)
 
 
@@ -272,6 +285,13 @@ def sum_span(
             peak, total, sums = fold(peak, total, sums, s_peak, split_total, s_sums)
             s_peak, s_total, s_sums = _no_split(config.width)
     return peak, total, sums
+
+
+@gluon.jit
+def with_sinks(total, peak, pairs, stored, heads: gl.constexpr):
+    """Returns the total weight of each pair with the sink of its query head."""
+    sink = gl.load(stored.sinks + pairs.place % heads.q_heads).to(gl.float32)
+    return total + gl.exp2(sink * LOG2_E - peak)
 
 
 @gluon.jit

@@ -17,7 +17,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gdn_tiles import GDNLayerTiles
-from kernels.triton_gpu.attention.attention import clear_padding
+from kernels.triton_gpu.attention.attention import (
+    clear_padding,
+)
 from kernels.triton_gpu.gdn.gdn_rows import (
     WINDOW,
     GDNLayerWeights,

@@ -10,10 +10,16 @@ from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 
 
 class ExpertWeights(NamedTuple):
-    """Expert weights, and their scales if they are packed FP8."""
+    """Expert weights, their scales if they are packed FP8, and biases if they have any."""
 
     weights: Any
     scales: Any
+    bias: Any
+
+    @property
+    def pointers(self) -> "ExpertWeights":
+        """The weight with other arrays in place of those that are None: Triton requires them."""
+        return ExpertWeights(*(self.weights if each is None else each for each in self))
 
 
 class ExpertGemmSizes(NamedTuple):
@@ -21,6 +27,7 @@ class ExpertGemmSizes(NamedTuple):
 
     Attributes:
       is_scaled: Whether the next norm has a scale.
+      is_biased: Whether experts have biases.
       loads: Loads of the main loop.
     """
 
@@ -28,6 +35,7 @@ class ExpertGemmSizes(NamedTuple):
     K: int
     slots: int
     is_scaled: bool
+    is_biased: bool
     loads: TileLoads
 
 
@@ -94,6 +102,13 @@ def product_of(
     acc = tl.zeros((output.shape[0], lanes), tl.float32)
     acc, _ = accumulate(acc, rows, weight, depth, stages, 0, True, loads)
     return acc
+
+
+@triton.jit
+def bias_of(stored, expert, output, is_output, outputs: tl.constexpr):
+    """Loads the biases of some outputs of an expert."""
+    at = stored.bias + expert.to(tl.int64) * outputs + output
+    return tl.load(at, mask=is_output, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -20,18 +20,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.activation import act_and_mul
 from kernels.triton_gpu.gemm.block_loaders import TileLoads, format_of
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
     ExpertGemmSizes,
     ExpertWeights,
+    bias_of,
     product_of,
     tile_of,
 )
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
-from kernels.triton_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
-from kernels.triton_gpu.moe.router import LOG2_E, RouterChunks, RouterSelection, route, scale_of
+from kernels.triton_gpu.moe.moe_align import ExpertBlocks, blocks_or_pointers, group, max_tiles
+from kernels.triton_gpu.moe.router import RouterChunks, RouterSelection, route, scale_of
+from shared.models.activation import Activation
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -63,11 +66,14 @@ def experts(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     router: Float[Tensor, "outputs hidden"],
+    router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
     gate_up: Tensor,
     gate_up_scales: Float[Tensor, "stored scales scales_in"] | None,
+    gate_up_bias: Float[Tensor, "stored outputs"] | None,
     down: Tensor,
     down_scales: Float[Tensor, "stored scales scales_in"] | None,
+    down_bias: Float[Tensor, "stored outputs"] | None,
     next_norm: Float[Tensor, " columns"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
@@ -75,6 +81,7 @@ def experts(
     formats: tuple[str, str],
     gathered: Callable[[Tensor], Tensor],
     eps: float,
+    activation: Activation,
     routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
@@ -87,15 +94,17 @@ def experts(
 
     Args:
       rows: Rows of the residual stream.
-      scaled, squares, router, bias, live, arrivals, eps, order, squares_order: See `route`;
-        `arrivals_of_experts` returns the number of arrivals.
+      scaled, squares, router, router_bias, bias, live, arrivals, eps, order, squares_order: See
+        `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
         projection's; or packed FP8, `[stored, 2 inner, hidden / 4]`.
       gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[stored, hidden, inner]`, in the same way.
+      gate_up_bias, down_bias: Biases of the outputs.
       next_norm: Scale of the norm after the block; None if it is folded into a weight.
       formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
+      activation: Activation of the experts.
       routing: Router config; the shared expert is stored last.
       tiles: Tile config.
 
@@ -107,6 +116,7 @@ def experts(
         scaled,
         squares,
         router,
+        router_bias,
         bias,
         live,
         arrivals,
@@ -122,18 +132,19 @@ def experts(
     inner = silu_and_mul_linear(
         scaled,
         squares,
-        ExpertWeights(gate_up, gate_up_scales),
+        ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         expert_blocks,
         format=formats[0],
         eps=eps,
+        activation=activation,
         routing=routing,
         squares_order=squares_order,
         tiles=tiles,
     )
     return linear_add(
         gathered(inner),
-        ExpertWeights(down, down_scales),
+        ExpertWeights(down, down_scales, down_bias),
         chosen,
         expert_blocks,
         rows,
@@ -155,11 +166,12 @@ def silu_and_mul_linear(
     *,
     format: str,
     eps: float,
+    activation: Activation,
     routing: RoutingSettings,
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Float[Tensor, "all_slots inner"]:
-    """Computes silu(gate) * up of every slot, with its expert and its row's norm.
+    """Computes the activation of every slot, with its expert and its row's norm.
 
     Grouped tiles require the expert blocks of `group`.
     """
@@ -171,11 +183,12 @@ def silu_and_mul_linear(
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
         scaled,
         squares,
-        _stored(gate_up),
+        gate_up.pointers,
         ids,
-        _expert_blocks_or_pointers(expert_blocks, ids),
+        blocks_or_pointers(expert_blocks, ids),
         inner,
         eps,
+        activation=activation,
         sizes=sizes,
         chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
         config=config,
@@ -221,9 +234,9 @@ def linear_add(
     sums = ExpertSums(length=squares_order.chunk, digits=squares_order.digits)
     _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
         inner,
-        _stored(down),
+        down.pointers,
         chosen.ids,
-        _expert_blocks_or_pointers(expert_blocks, chosen.ids),
+        blocks_or_pointers(expert_blocks, chosen.ids),
         parts,
         arrivals,
         epilogue,
@@ -253,19 +266,6 @@ def _tiles(rows: int, routing: RoutingSettings, tiles: ExpertsTiles) -> int:
     return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
 
 
-def _expert_blocks_or_pointers(expert_blocks: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:
-    """Returns the expert blocks or, without any, another array: Triton requires a pointer."""
-    return (
-        ExpertBlocks(slots=ids, experts=ids, firsts=ids, counts=ids)
-        if expert_blocks is None
-        else expert_blocks
-    )
-
-
-def _stored(stored: ExpertWeights) -> ExpertWeights:
-    return stored if stored.scales is not None else ExpertWeights(stored.weights, stored.weights)
-
-
 def _sizes(
     stored: ExpertWeights,
     name: str,
@@ -286,7 +286,9 @@ def _sizes(
         has_all_outputs=outputs % config.columns == 0,
         is_interpreted=not launching(stored.weights)["is_launched"],
     )
-    return ExpertGemmSizes(outputs, inputs, routing.slots, is_scaled, loads)
+    return ExpertGemmSizes(
+        outputs, inputs, routing.slots, is_scaled, stored.bias is not None, loads
+    )
 
 
 @triton.jit
@@ -298,6 +300,7 @@ def _gated_kernel(
     expert_blocks,
     inner_at,
     eps,
+    activation: tl.constexpr,
     sizes: tl.constexpr,
     chunks: tl.constexpr,
     config: tl.constexpr,
@@ -327,8 +330,11 @@ def _gated_kernel(
         gdc_launch_dependents()
     gate, up = tl.split(tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0)))
     gate, up = gate * scale[:, None], up * scale[:, None]
-    out = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
     column = first + tl.arange(0, config.columns)
+    if sizes.is_biased:
+        gate += bias_of(gate_up, tile.expert, column, column < N, 2 * N)[None, :]
+        up += bias_of(gate_up, tile.expert, N + column, column < N, 2 * N)[None, :]
+    out = act_and_mul(gate, up, activation)
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & (column < N)[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
@@ -367,6 +373,8 @@ def _down_kernel(
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & is_column[None, :]
+    if sizes.is_biased:
+        acc += bias_of(down, tile.expert, column, is_column, N)[:, None]
     tl.store(parts_at + place, tl.trans(acc), mask=keep)
     if not config.is_grouped:
         tl.debug_barrier()

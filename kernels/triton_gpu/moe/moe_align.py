@@ -85,6 +85,13 @@ def group(
     return expert_blocks
 
 
+def blocks_or_pointers(expert_blocks: ExpertBlocks | None, ids: Tensor) -> ExpertBlocks:
+    """Returns the expert blocks or, without any, another array: Triton requires a pointer."""
+    if expert_blocks is None:
+        return ExpertBlocks(slots=ids, experts=ids, firsts=ids, counts=ids)
+    return expert_blocks
+
+
 def max_tiles(rows: int, routing: RoutingSettings, slots: int) -> int:
     """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top

@@ -37,6 +37,7 @@ class RouterInputs(NamedTuple):
     scaled: Any
     squares: Any
     router: Any
+    logit_bias: Any
     bias: Any
     live: Any
     eps: Any
@@ -58,7 +59,7 @@ class RouterChunks(NamedTuple):
 
 
 class RoutingConfig(NamedTuple):
-    """Fields of `RoutingSettings`, whether there is a bias, and sizes of the kernel.
+    """Fields of `RoutingSettings`, whether there are biases, and sizes of the kernel.
 
     Attributes:
       spread, lanes: Lanes of all experts, and of the selected ones.
@@ -77,6 +78,7 @@ class RoutingConfig(NamedTuple):
     is_shared: bool
     is_gated: bool
     is_biased: bool
+    has_logit_bias: bool
     spread: int
     lanes: int
     digits: int
@@ -98,6 +100,7 @@ def route(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     router: Float[Tensor, "outputs hidden"],
+    router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
@@ -114,6 +117,7 @@ def route(
       scaled: Rows times the scale of their norm, without the division by the norm.
       squares: Sums of squares of the rows per chunk, for that division.
       router: Router weights: the experts' rows, then that of the shared expert's gate, if any.
+      router_bias: Added to the logits.
       bias: Added to an expert's score for the selection, not for its weight.
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more; the kernel resets them to zero.
@@ -133,6 +137,7 @@ def route(
             scaled=scaled,
             squares=squares,
             router=router,
+            logit_bias=squares if router_bias is None else router_bias,
             bias=squares if bias is None else bias,
             live=live,
             eps=eps,
@@ -155,6 +160,7 @@ def route(
             is_shared=routing.is_shared,
             is_gated=routing.is_gated,
             is_biased=bias is not None,
+            has_logit_bias=router_bias is not None,
             spread=triton.next_power_of_2(routing.experts),
             lanes=triton.next_power_of_2(routing.top),
             digits=order.digits,
@@ -305,6 +311,9 @@ def _choose(
         if routing.is_gated:
             gate += tl.load(at + routing.experts, mask=is_live, other=0.0, cache_modifier=".cg")
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
+    if routing.has_logit_bias:
+        bias = tl.load(read.logit_bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+        scores = scores + bias[None, :] + 0.0
     if routing.is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp2(-scores * LOG2_E))
     keys = scores

@@ -31,6 +31,9 @@ class AttentionConfig:
       scale: Multiplier of attention scores; None for head_size ** -0.5.
       has_kv: False if the layer has queries only and reads the KV of another layer (KV sharing);
         see `LayerConfig`.
+      has_sinks: True if each query head has an attention sink: a learned logit, without a value,
+        in the softmax of each row.
+      softcap: Soft cap of attention scores: capped * tanh(score / capped); None for none.
     """
 
     kind: ClassVar[str] = "attention"
@@ -48,6 +51,8 @@ class AttentionConfig:
     window: int | None
     scale: float | None
     has_kv: bool
+    has_sinks: bool
+    softcap: float | None
 
     def __post_init__(self) -> None:
         names = "num_attention_heads", "num_key_value_heads"
@@ -136,6 +141,11 @@ class AttentionConfig:
             tensors.append(bias(f"{prefix}inputs", layers, qkv, by_heads))
         if self.out_bias:
             tensors.append(bias(f"{prefix}out", layers, out, by_columns))
+        if self.has_sinks:
+            sinks = {"self_attn.sinks": (self.num_heads,)}
+            cut = (ShardedRange(self.num_heads),)
+            name = f"{prefix}sinks"
+            tensors.append(stack(name, layers, sinks, float32=True, sections=cut, axis=-1))
         return tensors + self._norms(prefix, layers, settings.norm_centre)
 
     def _norms(self, prefix: str, layers: Sequence[str], centre: float) -> list[Parameter]:

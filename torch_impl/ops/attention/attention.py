@@ -238,12 +238,14 @@ def attend(
     window: Bool[Tensor, "R N"],
     max_rows: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " Hq"] | None = None,
 ) -> Float[Tensor, "R Hq D"]:
     """Same as the specification, but padding rows are undefined.
 
     Args:
-      q, k_pages, v_pages, page_table, request, first, until, window, scale: As in the
-        specification.
+      q, k_pages, v_pages, page_table, request, first, until, window, scale, softcap, sinks: As in
+        the specification.
       row_starts, max_rows: See `AttentionRows`.
     """
     grid, back = _grid(request, row_starts, max_rows)
@@ -259,7 +261,7 @@ def attend(
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
     factor = q.shape[2] ** -0.5 if scale is None else scale
-    return _softmax_attention(q[grid], k, v, seen, factor).flatten(0, 1)[back]
+    return _softmax_attention(q[grid], k, v, seen, factor, softcap, sinks).flatten(0, 1)[back]
 
 
 def _grid(
@@ -281,15 +283,26 @@ def _softmax_attention(
     v: Float[Tensor, "B positions Hk D"],
     seen: Bool[Tensor, "B M positions"],
     scale: float,
+    softcap: float | None,
+    sinks: Float[Tensor, " Hq"] | None,
 ) -> Float[Tensor, "B M Hq D"]:
     # One query head at a time, with one layout for any number of heads: the reduction order of a
     # CPU GEMM over a GQA group depends on the number of heads, and so on the TP size.
     heads = q.unflatten(2, (k.shape[2], -1)).permute(3, 0, 2, 1, 4).float()  # [G, B, Hk, M, D]
     keys, heads = k.float().permute(0, 2, 3, 1).contiguous(), heads.contiguous()
     scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
-    weights = weights / layers.summed(weights).clamp(min=1e-30)
+    highest, own = scores.amax(dim=-1, keepdim=True).clamp(min=-1e30), None
+    if sinks is not None:
+        own = sinks.view(k.shape[2], -1).t()[..., None, None].transpose(0, 1)  # [Hk, G, 1, 1]
+        highest = torch.maximum(highest, own)
+    weights = torch.exp(scores - highest)
+    total = layers.summed(weights)
+    if own is not None:
+        total = total + torch.exp(own - highest)
+    weights = weights / total.clamp(min=1e-30)
     # 0 x NaN is NaN: values that are not finite are zeroed; rows to which they are visible get NaN.
     spoiled = ~v.isfinite().flatten(2).all(dim=2)  # [B, positions]
     v = v.masked_fill(spoiled[:, :, None, None], 0)

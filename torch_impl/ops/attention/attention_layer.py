@@ -108,6 +108,7 @@ def plain_attention_layer(
     rows: AttentionRows,
     kv: PagedKV,
     layer: int,
+    sinks: Float[Tensor, " Hq"] | None = None,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """Computes an attention layer between its two projections; writes its own KV in place."""
     q, k, v, gate = _heads_of(qkv, heads)
@@ -132,7 +133,9 @@ def plain_attention_layer(
         rows.until,
         rows.window,
         rows.max_rows,
-        heads.scale,
+        scale=heads.scale,
+        softcap=heads.softcap,
+        sinks=sinks,
     )
     if gate is not None:
         out = out * layers.sigmoid(gate)
@@ -148,6 +151,7 @@ def kernel_attention_layer(
     rows: AttentionRows,
     kv: PagedKV,
     layer: int,
+    sinks: Float[Tensor, " Hq"] | None = None,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
@@ -164,8 +168,10 @@ def kernel_attention_layer(
             *pool,
             *table,
             *sees,
+            sinks,
             max_rows=rows.max_rows,
             scale=heads.scale,
+            softcap=heads.softcap,
             tiles=tiles,
             **order,
         )
@@ -191,6 +197,7 @@ def kernel_attention_layer(
         window=rows.window,
         is_real=rows.is_real,
         q=q,
+        sinks=sinks,
         gated=heads.gated,
         has_kv=heads.has_kv,
         eps=0.0 if norms is None else norms.eps,
@@ -198,6 +205,7 @@ def kernel_attention_layer(
         max_rows=rows.max_rows,
         max_parts=MOST_PARTS,
         scale=heads.scale,
+        softcap=heads.softcap,
         tiles=tiles,
         **order,
     )

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from shared.models.activation import GELU_TANH, SILU, Activation
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 
@@ -163,6 +164,18 @@ def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor,
 
 
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def act_and_mul(
+    gate: Float[Tensor, "..."], up: Float[Tensor, "..."], activation: Activation
+) -> Float[Tensor, "..."]:
+    if activation.kind == GELU_TANH:
+        return plain_gelu_tanh(gate) * up
+    if activation.kind == SILU:
+        return silu(gate) * up
+    gate = gate.clamp(max=activation.limit)
+    up = up.clamp(-activation.limit, activation.limit)
+    return gate * sigmoid(activation.alpha * gate) * (up + 1)
 
 
 def plain_bilinear_pos_embed(

@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
@@ -100,7 +101,7 @@ def experts(
     for expert in _in_use(chosen, config):
         is_chosen = chosen.ids == expert
         share = torch.where(is_chosen, chosen.weights, 0).sum(dim=1, keepdim=True)
-        more = out + share * _of_expert(x, weights, expert, group)
+        more = out + share * _of_expert(x, config, weights, expert, group)
         out = torch.where(is_chosen.any(dim=1, keepdim=True), more, out)
     if config.shared_intermediate:
         shared = _shared(x, config, weights, group)
@@ -118,24 +119,30 @@ def _in_use(chosen: SelectedExperts, config: MoEConfig) -> Iterable[int]:
 
 
 def _of_expert(
-    x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: TPGroup
+    x: Float[Tensor, "R hidden"], config: MoEConfig, weights: Experts, expert: int, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
-    return _mlp(x, weights.gate_up.at(expert), weights.down.at(expert), group)
+    gate_up, down = weights.gate_up.at(expert), weights.down.at(expert)
+    return _mlp(x, gate_up, down, config.activation, group)
 
 
 def _shared(
     x: Float[Tensor, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup
 ) -> Float32[Tensor, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
-        return _of_expert(x, weights, config.num_experts, group)
-    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
+        return _of_expert(x, config, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, config.activation, group)
 
 
 def _mlp(
-    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: TPGroup
+    x: Float[Tensor, "R hidden"],
+    gate_up: Matrix,
+    down: Matrix,
+    activation: Activation,
+    group: TPGroup,
 ) -> Float32[Tensor, "R share"]:
     gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
-    inner = all_gather.all_gather(group, (layers.silu(gate) * up).to(x.dtype))
+    inner = layers.act_and_mul(gate, up, activation).to(x.dtype)
+    inner = all_gather.all_gather(group, inner)
     return linear.product_float32(inner, down)
 
 
@@ -188,17 +195,21 @@ def kernel_added_experts(
         scaled=stream.factors,
         squares=stream.squares,
         router=weights.router.values,
+        router_bias=weights.router.bias,
         bias=weights.score_bias,
         gate_up=gate_up.values,
         gate_up_scales=gate_up.scales,
+        gate_up_bias=gate_up.bias,
         down=down.values,
         down_scales=down.scales,
+        down_bias=down.bias,
         next_norm=all_gather.norm_with_squares(group, own, norm),
         live=count,
         arrivals=stream.arrivals,
         formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, group),
         eps=eps,
+        activation=config.activation,
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,

@@ -32,6 +32,7 @@ class MixCase:
     k_pages: np.ndarray
     v_pages: np.ndarray
     half: bool
+    sinks: np.ndarray | None
 
     @property
     def group(self) -> int:
@@ -94,6 +95,7 @@ def arguments(case: MixCase) -> Arguments:
             np.zeros(counts, np.int32),
         ),
         "layer": 0,
+        "sinks": case.sinks,
     }
 
 
@@ -102,7 +104,7 @@ PER_ROW = ("positions", "places", "first", "until", "window", "is_real")
 
 def specified(case: MixCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     given = (case.qkv, case.heads, case.norms, case.angles, case.rows)
-    return attention_layer.attention_layer(*given, case.k_pages, case.v_pages)
+    return attention_layer.attention_layer(*given, case.k_pages, case.v_pages, case.sinks)
 
 
 def mix_case(
@@ -118,6 +120,8 @@ def mix_case(
     gated: bool = False,
     half: bool = False,
     has_kv: bool = True,
+    has_sinks: bool = False,
+    softcap: float | None = None,
     seed: int = 0,
 ) -> MixCase:
     """A case of rows; `turned` columns of each head are rotated, or all."""
@@ -135,7 +139,7 @@ def mix_case(
     return MixCase(
         qkv=qkv,
         # The scale is that of models with a factor.
-        heads=attention_layer.Heads(k_heads, D, gated, 1.25 * D**-0.5, has_kv),
+        heads=attention_layer.Heads(k_heads, D, gated, 1.25 * D**-0.5, has_kv, softcap),
         norms=(
             attention_layer.HeadNorms(q_norm, k_norm if has_kv else None, EPS)
             if has_norms
@@ -148,6 +152,7 @@ def mix_case(
         k_pages=k_pages,
         v_pages=v_pages,
         half=half,
+        sinks=2 * rng.standard_normal(q_heads, np.float32) if has_sinks else None,
     )
 
 
@@ -277,6 +282,13 @@ CASES = {
         "shared KV, half precision": partial(
             tree_case, [4, 3, 2], [70, 100, 0], nodes=4, D=64, page=64, half=True, has_kv=False
         ),
+        "sinks, many splits": partial(
+            tree_case, [3, 2, 3], [1100, 509, 512], nodes=3, page=64, columns=18, has_sinks=True
+        ),
+        "sinks, one row a request": partial(prompt_case, [(0, 1), (120, 121)], has_sinks=True),
+        "soft cap and sinks": partial(
+            prompt_case, [(70, 134), (16, 17), (0, 30)], has_sinks=True, softcap=1.0
+        ),
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
@@ -341,6 +353,14 @@ _LARGE |= {
     "shared KV, prompt of 512": partial(prompt_case, [(0, 512)], **_MODEL, has_kv=False),
 }
 
+_OSS = {"heads": (64, 8), "D": 64, "page": 64, "has_norms": False, "has_sinks": True}
+_CAPPED = {"heads": (8, 4), "D": 256, "page": 64, "has_norms": False, "softcap": 50.0}
+_LARGE |= {
+    f"{name}, {B} x {rows} rows after {context}": _chains(B, rows, context, model)
+    for name, model in (("sinks", _OSS), ("soft cap", _CAPPED))
+    for B, rows, context in ((8, 4, 512), (1, 1, 4096), (1, 512, 0))
+}
+
 _ONE_GROUP = _HYBRID | {"heads": (8, 1)}
 """The lines of its projection are no multiple of a copy's."""
 
@@ -359,6 +379,7 @@ _PROMPTS = {
     "hybrid, prompt of 2048": (_LARGE["hybrid, prompt of 2048"], 2),
     "hybrid, one group, prompt of 2048": (partial(prompt_case, [(0, 2048)], **_ONE_GROUP), 2),
     "heads of 64, prompt of 512": (_LARGE["heads of 64, prompt of 512"], 6),
+    "sinks, prompt of 512": (_LARGE["sinks, 1 x 512 rows after 0"], 6),
 }
 """For the sm90 attention, independent of the tile files, with the stages that fit."""
 
@@ -373,7 +394,7 @@ def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]
     kept = {name: getattr(rows, name)[chosen] for name in ("request", *PER_ROW)}
     angles = attention_layer.Angles(angles.cos[chosen], angles.sin[chosen])
     some = (arguments["qkv"][chosen], heads, arguments["norms"], angles, replace(rows, **kept))
-    return [attention_layer.attention_layer(*some, *pools)[0]]
+    return [attention_layer.attention_layer(*some, *pools, arguments["sinks"])[0]]
 
 
 def _bytes(arguments: Arguments, item_bytes: int) -> int:

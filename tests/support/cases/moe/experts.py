@@ -3,11 +3,13 @@
 The large ones have a quarter of those models' experts: what a kernel does with one is the same.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from shared.models.mlp import MoEConfig
+from shared.models.activation import SWIGLU_OAI, Activation
+from shared.models.mlp import ExpertTensors, MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.cases.gemm.linear import QUANTIZED, Quantized
@@ -25,6 +27,9 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
         "num_chosen_groups": 1,
         "is_renormalised": True,
         "routed_factor": 1.0,
+        "has_bias": False,
+        "activation": Activation(),
+        "tensors": ExpertTensors(),
     }
     return MoEConfig(
         num_experts=num_experts,
@@ -67,6 +72,11 @@ def added_arguments(
     ]
     if quantized is not None:
         matrices = [quantized(matrix.values) for matrix in matrices]
+    if config.has_bias:
+        router, *matrices = (
+            replace(x, bias=rng.standard_normal(x.values.shape[:-1], np.float32) / 4)
+            for x in (router, *matrices)
+        )
     weights = Experts(
         router=router,
         gate_up=matrices[0],
@@ -100,6 +110,15 @@ LARGE = {
     "64 of 512 and one": config_of(num_experts=64, num_chosen=8, intermediate=512, shared=True),
     "32 of 768": config_of(num_experts=32, num_chosen=8, intermediate=768, shared=False),
 }
+OSS = config_of(
+    num_experts=32,
+    num_chosen=4,
+    intermediate=2880,
+    shared=False,
+    has_bias=True,
+    activation=Activation(SWIGLU_OAI, 1.702, 7.0),
+)
+"""The experts of gpt-oss-20b."""
 TABLE = [
     OpCase(
         op="experts",
@@ -122,6 +141,18 @@ TABLE += [
     )
     for name, config in LARGE.items()
     for R in (1, 4, 8, 32, 128, 512)
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"biases, 32 of 2880, {R} rows",
+        make=partial(added_arguments, R=R, hidden=2880, config=OSS),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for R in (1, 32, 512)
 ]
 TABLE += [
     OpCase(

@@ -1,0 +1,20 @@
+"""Activations of gated MLPs (Pallas, Triton backend)."""
+
+import jax.numpy as jnp
+
+from shared.models.activation import GELU_TANH, SWIGLU_OAI
+
+_LOG2_E = 1.4426950408889634
+
+
+def act_and_mul(gate, up, activation):
+    """Applies an activation, see `shared.models.activation.Activation`; NaN stays NaN."""
+    inner, limit = gate, activation.limit
+    if activation.kind == GELU_TANH:  # x times the sigmoid of twice the argument of tanh
+        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    if activation.kind == SWIGLU_OAI:
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(up > limit, limit, up)
+        up = jnp.where(up < -limit, -limit, up) + 1.0
+        inner = gate * activation.alpha
+    return gate / (1.0 + jnp.exp2(-inner * _LOG2_E)) * up

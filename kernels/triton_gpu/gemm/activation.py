@@ -1,0 +1,23 @@
+"""Activations of gated MLPs (Triton)."""
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def act_and_mul(gate, up, activation: tl.constexpr):
+    """Applies an activation, see `shared.models.activation.Activation`; NaN stays NaN."""
+    kind: tl.constexpr = activation.kind
+    alpha: tl.constexpr = activation.alpha
+    limit: tl.constexpr = activation.limit
+    inner = gate
+    if kind == "gelu_tanh":  # x times the sigmoid of twice the argument of tanh
+        inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+    if kind == "swiglu_oai":
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up) + 1.0
+        inner = gate * alpha
+    return gate / (1.0 + tl.exp2(-inner * _LOG2_E)) * up
