@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
 import numpy as np
+import openai
 import pytest
+from pydantic import BaseModel, ConfigDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.golden_images import IMAGES, MODEL
@@ -172,6 +176,114 @@ def test_required_tool_call_after_image_is_valid(grammar_server):
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "draw"
     assert json.loads(call["function"]["arguments"])["size"] in ("small", "large")
+
+
+def in_all_apis(text: str, url: str) -> tuple[Any, Any, Any]:
+    """Returns a message with an image for chat, the Responses API and the Messages API."""
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    chat = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
+    items = [{"type": "input_text", "text": text}, {"type": "input_image", "image_url": url}]
+    blocks = [{"type": "text", "text": text}, {"type": "image", "source": source}]
+    return tuple([{"role": "user", "content": content}] for content in (chat, items, blocks))
+
+
+@contextlib.contextmanager
+def sdks(server: Server) -> Iterator[tuple[openai.OpenAI, anthropic.Anthropic]]:
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as first,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as second,
+    ):
+        yield first, second
+
+
+GREEDY: Any = {"model": "default", "temperature": 0}
+GREEDY_MESSAGE: Any = {"model": "default", "extra_body": {"temperature": 0}}
+
+
+def test_image_answers_of_sdks_equal_chat(server):
+    """Text and prompt tokens, complete and streamed."""
+    chat, items, blocks = in_all_apis("what? ", url_of(stored(rgb(ONE))))
+    want = answer_to(server, chat)
+    text, tokens = want["choices"][0]["message"]["content"], want["usage"]["prompt_tokens"]
+    asked: Any = {"input": items, "max_output_tokens": TOKENS, **GREEDY}
+    sent: Any = {"messages": blocks, "max_tokens": TOKENS, **GREEDY_MESSAGE}
+    with sdks(server) as (client, other):
+        response = client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        message = other.messages.create(**sent)
+        with other.messages.stream(**sent) as found:
+            assembled = found.get_final_message()
+        counted = other.messages.count_tokens(messages=blocks, model="default")
+    assert last.type == "response.incomplete"  # by the limit
+    for each in (response, last.response):
+        assert (each.output_text, each.usage.input_tokens) == (text, tokens)
+    for each in (message, assembled):
+        cached = each.usage.cache_read_input_tokens or 0
+        assert "".join(block.text for block in each.content) == text
+        assert each.usage.input_tokens + cached == tokens
+    assert counted.input_tokens == tokens
+
+
+def test_images_in_tool_results_equal_in_both_apis(grammar_server):
+    _, items, blocks = in_all_apis("see", url_of(stored(rgb(OTHER))))
+    call = {"name": "look", "call_id": "c", "type": "function_call", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": items[0]["content"]}
+    use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": blocks[0]["content"]}
+    history: Any = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    with sdks(grammar_server) as (client, other):
+        response = client.responses.create(input=[call, output], max_output_tokens=TOKENS, **GREEDY)
+        message = other.messages.create(messages=history, max_tokens=TOKENS, **GREEDY_MESSAGE)
+    assert message.content[0].text == response.output_text
+    assert response.usage.input_tokens > 16
+
+
+class Seen(BaseModel):
+    """Schema of an answer and of a call."""
+
+    size: Literal["small", "large"]
+    model_config = ConfigDict(extra="forbid")
+
+
+def test_schemas_of_sdks_are_enforced(grammar_server):
+    """Texts equal chat's; the weights of the model are random."""
+    chat, items, blocks = in_all_apis("size? ", url_of(stored(rgb(ONE))))
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": Seen.model_json_schema()}}
+    more = {"max_tokens": 150, "response_format": form}
+    want = answer_to(grammar_server, chat, **more)["choices"][0]["message"]["content"]
+    with sdks(grammar_server) as (client, other):
+        response = client.responses.parse(
+            input=items, text_format=Seen, max_output_tokens=150, **GREEDY
+        )
+        message = other.messages.parse(
+            messages=blocks, output_format=Seen, max_tokens=150, **GREEDY_MESSAGE
+        )
+    assert response.output_text == message.content[0].text == want
+    assert response.output_parsed == message.parsed_output == Seen.model_validate_json(want)
+
+
+def test_strict_tools_of_sdks_are_enforced(grammar_server):
+    schema = Seen.model_json_schema()
+    tool: Any = {"type": "function", "name": "draw", "parameters": schema, "strict": True}
+    with sdks(grammar_server) as (client, other):
+        response = client.responses.create(
+            input="draw",
+            tools=[tool],
+            tool_choice={"type": "function", "name": "draw"},
+            max_output_tokens=150,
+            **GREEDY,
+        )
+        message = other.messages.create(
+            messages=[{"role": "user", "content": "draw"}],
+            max_tokens=150,
+            **GREEDY_MESSAGE,
+            tools=[{"name": "draw", "input_schema": schema, "strict": True}],
+            tool_choice={"type": "tool", "name": "draw"},
+        )
+    (item,), (block,) = response.output, message.content
+    assert item.type == "function_call"
+    assert block.type == "tool_use"
+    assert Seen.model_validate_json(item.arguments) == Seen.model_validate(block.input)
 
 
 def test_image_token_without_image_returns_400(server):
