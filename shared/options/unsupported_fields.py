@@ -29,6 +29,7 @@ class UnsupportedField:
       is_read: True if accepted values stay in the body for the request parser.
       is_advice: True if other values are ignored, except by a strict server.
       is_of_template: Advice that the chat template may read as its own variable.
+      code: Machine-readable code of the error.
     """
 
     name: str
@@ -40,6 +41,7 @@ class UnsupportedField:
     is_read: bool = False
     is_advice: bool = False
     is_of_template: bool = False
+    code: str | None = None
 
     @property
     def reason(self) -> str:
@@ -256,6 +258,14 @@ UNSUPPORTED_FIELDS = (
             ("tools[].defer_loading", (False,), True, "leave it out"),
             ("tools[].allowed_callers", (["direct"],), ["code_execution_20250825"], "leave it out"),
         )
+    ),
+    UnsupportedField(
+        "thread",
+        (MESSAGES,),
+        (),
+        {"type": "create"},
+        hint="send the whole conversation as messages",
+        code="thread_unsupported_request",
     ),
     UnsupportedField("best_of", BOTH, (1,), 3),
     UnsupportedField("suffix", (COMPLETIONS,), ("",), "end"),

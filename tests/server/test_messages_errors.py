@@ -42,6 +42,13 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
     return answer.status_code, answer.json()["error"]["type"], answer.json()["error"]["message"]
 
 
+def test_thread_error_has_code_for_clients(server):
+    """Tool runners of Anthropic's packages then send the whole conversation."""
+    answer = server.post(MESSAGES, **ASKED, messages=[USER], thread={"type": "create"})
+    assert error_of(answer)[:2] == (400, "invalid_request_error")
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def blocks(*given: Any, role: str = "user") -> Any:
     return {"messages": [{"role": role, "content": [*given]}]}
 

@@ -157,7 +157,7 @@ def _take_unsupported(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
     used = [field for field in _UNSUPPORTED[endpoint] if field.take_from(fields)]
     for field in used:
         if not field.is_advice:
-            raise ApiError(400, f"{field.reason}; {field.hint}", field.name)
+            raise ApiError(400, f"{field.reason}; {field.hint}", field.name, field.code)
     return tuple(field.name for field in used if not field.is_of_template)
 
 

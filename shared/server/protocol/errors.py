@@ -25,6 +25,10 @@ _ANTHROPIC_TYPES = {
 """Types by status; others are `invalid_request_error`, from 500 on `api_error`."""
 
 
+_ANTHROPIC_CODES = ("thread_unsupported_request",)
+"""Codes of Anthropic's API; its clients read them."""
+
+
 class ApiError(Exception):
     """Error response.
 
@@ -73,7 +77,9 @@ class ApiError(Exception):
         if self.param is not None:
             path = self.param.replace("[]", "").replace("[", ".").replace("]", "")
             message = f"{path}: {message.removeprefix(self.param).lstrip(' :')}"
-        error = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
+        error: dict[str, Any] = {"type": _ANTHROPIC_TYPES.get(status, other), "message": message}
+        if self.code in _ANTHROPIC_CODES:
+            error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error}
 
 

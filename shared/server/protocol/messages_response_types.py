@@ -13,6 +13,12 @@ StopReason = Literal[
 ]
 
 
+class AnthropicErrorDetails(ResponseModel):
+    """Code of an error from which clients recover: they send the request without `thread`."""
+
+    error_code: Literal["thread_unsupported_request"]
+
+
 class AnthropicErrorFields(ResponseModel):
     """Type and message of an error; the message begins with the path of the invalid field."""
 
@@ -28,6 +34,7 @@ class AnthropicErrorFields(ResponseModel):
         "overloaded_error",
     ]
     message: str
+    details: AnthropicErrorDetails | None = None
 
 
 class AnthropicError(ResponseModel):

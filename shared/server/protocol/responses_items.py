@@ -39,6 +39,7 @@ class InputText(Strict):
     text: Text
     annotations: Client = None
     logprobs: Client = None
+    parsed: Client = None  # of objects of the openai packages
     prompt_cache_breakpoint: Client = None
 
 
@@ -112,6 +113,7 @@ class FunctionCallItem(Strict):
     status: Status | None = None
     namespace: FunctionName | None = None
     caller: Client = None
+    parsed_arguments: Client = None  # of objects of the openai packages
 
     @property
     def template_name(self) -> str:
