@@ -1,13 +1,26 @@
-"""Agents and libraries of package registries complete loops of ten calls; see `make clients`."""
+"""Agents, libraries and Node SDKs of package registries; see `make clients`."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.client_sessions import END, NUM_CALLS, SESSIONS, skip_without
+from tests.support.client_sessions import (
+    END,
+    NODE_ENV,
+    NUM_CALLS,
+    SESSIONS,
+    node_command,
+    skip_without,
+)
+from tests.support.http_fixtures import CHAT, Server, serving
+from tests.support.images import rgb, stored, url_of
+from tests.support.vlm import pixels
 
 pytestmark = pytest.mark.matrix
 AGENTS = {"codex": "node_modules/.bin/codex", "claude_code": "node_modules/.bin/claude"}
@@ -41,9 +54,51 @@ def test_agent_completes_ten_calls(tmp_path, name):
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_library_completes_ten_calls(tmp_path, name):
     """Each loop computes ten products, complete and streamed."""
-    skip_without("venv")
+    skip_without("node_modules" if name.endswith("_node") else "venv")
     output, _ = SESSIONS[name].run(tmp_path)
     loops = json.loads(output.splitlines()[-1])
     assert len(loops) >= 2
     for results, text in loops:
         assert (results, text) == ([str(7 * number) for number in range(NUM_CALLS)], END)
+
+
+SHORT: Any = {"temperature": 0, "max_tokens": 16}
+LIMITS = ["--context-length", "512", "--max-running-requests", "2", "--tool-call-parser", "hermes"]
+
+
+@pytest.fixture(scope="module", params=["torch_impl.serve", "tests.support.serve_fast_compile"])
+def vlm_server(request) -> Iterator[Server]:
+    command = ["-m", request.param, "--model-path", "models/demo/vlm", "--port", "0", *LIMITS]
+    with serving(command) as running:
+        yield running
+
+
+@pytest.mark.parametrize("package", ["openai", "anthropic"])
+def test_node_sdk_answers_equal_chat(vlm_server, package):
+    """Complete and streamed answers with an image, a schema, a strict tool, and errors."""
+    skip_without("node_modules")
+    url, question = url_of(stored(rgb(pixels(8, 8, 1)))), "Is the circle small or large?"
+    command = node_command(f"{package}_answers", vlm_server.url, question, url)
+    env = os.environ | NODE_ENV
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    content = [
+        {"type": "text", "text": question},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    answer = vlm_server.post(CHAT, messages=[{"role": "user", "content": content}], **SHORT).json()
+    want = answer["choices"][0]["message"]["content"]
+    assert found["whole"] == found["streamed"] == want
+    assert found["tokens"] == answer["usage"]["prompt_tokens"]
+    for each in (found["parsed"], found["call"]):
+        assert each["size"] in ("small", "large")
+    statuses = [(each["status"], each["field"]) for each in found["errors"]]
+    last = "background" if package == "openai" else "mcp_servers"
+    assert statuses == [(404, "model"), (400, "temperature"), (400, last)]
+    kinds = {each["name"] for each in found["errors"]}
+    assert kinds == (
+        {"NotFoundError", "BadRequestError"}
+        if package == "openai"
+        else {"not_found_error", "invalid_request_error"}
+    )
