@@ -5,9 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Float32, Int32, UInt8, UInt32
+from jaxtyping import Float, Float32, Int32, UInt32
 
 from jax_impl.dummy_weights import top_bits, word_array
+from jax_impl.formats import four_bit
 from shared.models.formats.four_bit import PARTS, block_of
 from shared.models.formats.int4_encoding import INT4_INIT, ZERO, Int4Encoding, dummy_scales
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
@@ -15,28 +16,9 @@ from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Plane
 from shared.models.parameter import Parameter
 
 
-def packed(words: Int32[jax.Array, "*stack N words"]) -> Int32[jax.Array, "*stack N words"]:
-    """Reorders codes from eight neighbours in an int32 to blocks of inputs."""
-    width = block_of(PARTS * words.shape[-1]) // PARTS
-    pairs = lax.bitcast_convert_type(words, jnp.uint8)
-    codes = jnp.stack([pairs & 15, pairs >> 4], axis=-1)
-    blocks = codes.reshape((*words.shape[:-1], -1, PARTS, width))
-    joined = blocks[..., ::2, :] | blocks[..., 1::2, :] << 4
-    return lax.bitcast_convert_type(joined.swapaxes(-1, -2), jnp.int32).reshape(words.shape)
-
-
-def unpacked(words: Int32[jax.Array, "*stack N words"]) -> UInt8[jax.Array, "*stack N K"]:
-    """Same as `shared.models.formats.four_bit.unpack`."""
-    *stack, count = words.shape
-    width = block_of(PARTS * count) // PARTS
-    pairs = lax.bitcast_convert_type(words, jnp.uint8).reshape((*stack, -1, width, PARTS // 2))
-    pairs = pairs.swapaxes(-1, -2)
-    return jnp.stack([pairs & 15, pairs >> 4], axis=-2).reshape((*stack, PARTS * count))
-
-
 def dequantized(planes: Planes) -> Float[jax.Array, "*layers outputs inputs"]:
     """Returns (code - zero point) times scale, rounded to bfloat16."""
-    codes, scales = unpacked(planes[VALUES]).astype(jnp.float32), planes[SCALES]
+    codes, scales = four_bit.unpacked(planes[VALUES]).astype(jnp.float32), planes[SCALES]
     if scales.dtype != jnp.int32:
         return ((codes - ZERO) * _spread(scales.astype(jnp.float32), codes)).astype(jnp.bfloat16)
     numbers = codes - _spread((scales & 15).astype(jnp.float32), codes)
@@ -89,4 +71,4 @@ def _scaled(
     return (numbers.astype(jnp.float32) * across).astype(numbers.dtype)
 
 
-W4A16 = FormatOps(dequantized=dequantized, converted=packed, dummy=dummy)
+W4A16 = FormatOps(dequantized=dequantized, converted=four_bit.packed, dummy=dummy)

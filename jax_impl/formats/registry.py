@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int, Shaped
 
-from jax_impl.formats import fp8, int4
+from jax_impl.formats import fp8, int4, mxfp4
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.formats.fp8_encoding import FP8Encoding
@@ -18,6 +18,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.int4_w4a16 import Int4W4A16
+from shared.models.formats.mxfp4 import MXFP4W4A16, MXFP4Encoding
 from shared.models.formats.weight_format import (
     VALUES,
     FormatOps,
@@ -31,12 +32,14 @@ FORMATS: Mapping[type, FormatOps] = {
     FP8W8A16: fp8.W8A16,
     FP8W8A8: fp8.W8A8,
     Int4W4A16: int4.W4A16,
+    MXFP4W4A16: mxfp4.W4A16,
 }
 """Operations of each quantised format."""
 
 SCALED: Mapping[type, Callable[[Any, Parameter, Any], jax.Array]] = {
     FP8Encoding: fp8.scaled,
     Int4Encoding: int4.scaled,
+    MXFP4Encoding: mxfp4.scaled,
 }
 """Functions that multiply elements of a dummy parameter or shard by their scales, in place."""
 
@@ -46,7 +49,8 @@ def dequantized(
 ) -> Shaped[jax.Array, "*layers outputs inputs"]:
     """Returns the numbers of a weight."""
     ops = FORMATS.get(type(format))
-    return planes[VALUES] if ops is None else ops.dequantized(planes)
+    found = planes[VALUES] if ops is None else ops.dequantized(planes)
+    return found[..., : format.inputs] if isinstance(format, MXFP4W4A16) else found
 
 
 def read(

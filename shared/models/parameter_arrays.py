@@ -17,11 +17,14 @@ def slice_tensor(tensor: CheckpointTensor, values: Array) -> Array:
 
 def from_stored(tensor: CheckpointTensor, values: Array) -> Array:
     """Returns values of an unquantised file, with all outputs, in the order of the tensor."""
-    if tensor.is_transposed:
-        values = values.swapaxes(-1, -2)
-    if tensor.is_interleaved:
-        values = np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
-    return values
+    return in_halves(tensor, values.swapaxes(-1, -2) if tensor.is_transposed else values)
+
+
+def in_halves(tensor: CheckpointTensor, values: Array) -> Array:
+    """Returns values with all outputs on axis 1, with gate outputs before up outputs."""
+    if not tensor.is_interleaved:
+        return values
+    return np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
 
 
 def to_stored(tensor: CheckpointTensor, values: Array) -> Array:

@@ -5,6 +5,7 @@ languages. Interpreted sums have the order of numpy's and XLA's products; effect
 show on a GPU only.
 """
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 
 from kernels.tiles import MEASURED, Tiles
 from shared.models.activation import GELU_TANH, SWIGLU_OAI, Activation
-from shared.models.formats.fp8 import Granularity
 from tests.support.experts_kernels import (
     HALF,
     Case,
@@ -31,7 +31,6 @@ each_language = pytest.mark.parametrize("language", KERNELS)
 each_way = pytest.mark.parametrize("grouped", [False, True], ids=["slots", "groups"])
 on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="the tiles of a GPU are too large to interpret")
 
-BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
 GATED = {"is_shared": True, "is_gated": True}
 SIGMOID = {"is_sigmoid": True, "is_shared": True, "factor": 2.5}
 GROUPS = {"groups": 4, "top_groups": 2}
@@ -41,8 +40,10 @@ SMALL = {
     "shares of all": Case(5, 64, 32, routing(9, 3, is_renormalised=False)),
     "sigmoids with a bias": Case(5, 64, 32, routing(12, 4, **SIGMOID), is_biased=True),
     "sigmoids in groups": Case(7, 64, 32, routing(12, 4, **GROUPS, **SIGMOID), is_biased=True),
-    "FP8": Case(4, 128, 128, routing(5, 2, **GATED), granularity=BLOCK),
-    "FP8 by channels": Case(3, 256, 128, routing(3, 1), granularity=CHANNEL),
+    "FP8": Case(4, 128, 128, routing(5, 2, **GATED), quantized="FP8"),
+    "FP8 by channels": Case(3, 256, 128, routing(3, 1), quantized="FP8 by channels"),
+    "AWQ": Case(2, 256, 256, routing(3, 1), quantized="AWQ"),
+    "MXFP4": Case(2, 256, 256, routing(3, 1), quantized="MXFP4"),
     "biases, clamped": Case(
         5, 64, 32, routing(6, 2), activation=Activation(SWIGLU_OAI, 1.702, 0.5), has_biases=True
     ),
@@ -50,15 +51,19 @@ SMALL = {
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {
-    "of 512, FP8": Case(40, 2048, 512, routing(20, 8, **GATED), granularity=BLOCK),
-    "of 512, FP8 by channels": Case(40, 2048, 512, routing(20, 8, **GATED), granularity=CHANNEL),
+    "of 512, FP8": Case(40, 2048, 512, routing(20, 8, **GATED), quantized="FP8"),
+    "of 512, FP8 by channels": Case(
+        40, 2048, 512, routing(20, 8, **GATED), quantized="FP8 by channels"
+    ),
     "of 512": Case(40, 2048, 512, routing(20, 8, **GATED)),
-    "of 768, FP8": Case(150, 2048, 768, routing(12, 8), granularity=BLOCK),
+    "of 768, FP8": Case(150, 2048, 768, routing(12, 8), quantized="FP8"),
+    "of 768, INT4": Case(150, 2048, 768, routing(12, 8), quantized="INT4"),
+    "of 2880, MXFP4": Case(40, 2880, 2880, routing(12, 4), quantized="MXFP4"),
     "of 768": Case(150, 2048, 768, routing(12, 8)),
 }
 BITS = {
     "softmax": Case(2, 64, 32, routing(4, 2, **GATED)),
-    "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), granularity=BLOCK),
+    "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), quantized="FP8"),
 }
 """Interpreted, a program that fuses nothing is compiled for seconds."""
 CASES = SMALL | (LARGE if ON_GPU else {})
@@ -79,7 +84,9 @@ def check_same(language: str, one: Found, other: Found) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-WAYS = [(name, grouped) for name in CASES for grouped in (False, True)]
+PADDED = {"MXFP4, rows without the last inputs": Case(3, 160, 96, routing(3, 1), quantized="MXFP4")}
+"""Weights with a last block that rows do not fill."""
+WAYS = [(name, grouped) for name in CASES | PADDED for grouped in (False, True)]
 # Of Pallas: routers of both kinds, rows over, and weights in FP8, each in one way; a test below
 # compares the ways.
 COMPILED = [
@@ -94,10 +101,10 @@ COMPILED = [
 @pytest.mark.parametrize(("language", "way"), in_languages(WAYS, COMPILED), ids=str)
 def test_experts_block_matches_spec(way: tuple[str, bool], language: str) -> None:
     name, grouped = way
-    case = CASES[name]
+    case = (CASES | PADDED)[name]
     want, got = (
         reference(case),
-        run(language, case, cut=tiles(fp8=case.is_fp8, grouped=grouped)),
+        run(language, case, cut=tiles(grouped=grouped)),
     )
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_allclose(got.weights, want.weights, rtol=1e-4, atol=1e-6)
@@ -111,7 +118,7 @@ def test_experts_block_matches_spec(way: tuple[str, bool], language: str) -> Non
 def test_experts_ranks_concatenate_to_single_rank(grouped: bool, language: str) -> None:
     """Each has a share of every expert's inner columns, and of the columns of the stream."""
     case = Case(3, 128, 64, routing(5, 2, **GATED))
-    cut = tiles(fp8=False, grouped=grouped)
+    cut = tiles(grouped=grouped)
     want, shares = run(language, case, cut=cut), run_ranks(language, case, 2, cut=cut)
     for name in ("rows", "scaled", "squares"):
         got = np.concatenate([getattr(share, name) for share in shares], axis=1)
@@ -130,8 +137,8 @@ def one_arithmetic(monkeypatch) -> None:
 @pytest.mark.parametrize("name", BITS | CASES if ON_GPU else BITS)
 def test_experts_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
     case = (BITS | CASES)[name]
-    for grouped in (False, True) if ON_GPU else (case.is_fp8,):
-        cut = tiles(fp8=case.is_fp8, grouped=grouped)
+    for grouped in (False, True) if ON_GPU else (case.is_packed,):
+        cut = tiles(grouped=grouped)
         ours, theirs = (run(each, case, cut=cut, is_as_written=True) for each in KERNELS)
         check_equal(ours, theirs)
 
@@ -140,30 +147,32 @@ def test_experts_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
 @pytest.mark.parametrize("name", ["a shared expert with a gate", "FP8", *(LARGE if ON_GPU else {})])
 def test_experts_row_bits_independent_of_batch_and_grouping(name: str, language: str) -> None:
     case = CASES[name]
-    cut = tiles(fp8=case.is_fp8)
+    cut = tiles()
     want = run(language, case, cut=cut)
     check_same(language, run(language, case, cut=replace(cut, grouped=True)), want)
     alone = run(language, case, cut=cut, rows=[1])
     check_same(language, alone, Found(*(x[1:2] for x in want)))
 
 
-@each_language
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_fp8])
-def test_experts_fp8_weights_dequantised_bitwise_equal(name: str, language: str) -> None:
+@pytest.mark.parametrize(
+    ("language", "name"),
+    in_languages([name for name, case in CASES.items() if case.is_packed], ["FP8"]),
+)
+def test_experts_packed_weights_dequantised_bitwise_equal(name: str, language: str) -> None:
     """Interpreted, a sum is rounded once a step, and the steps are as long."""
     case = CASES[name]
     block = block_of(case)
     wide = {"gate_up": block.gate_up.astype(HALF), "down": block.down.astype(HALF)}
     wide |= {"gate_up_scales": None, "down_scales": None}
-    want = run(language, case, cut=tiles(fp8=False), changed={"stored": wide})
-    check_same(language, run(language, case, cut=tiles(fp8=True)), want)
+    want = run(language, case, cut=tiles(), changed={"stored": wide})
+    check_same(language, run(language, case, cut=tiles()), want)
 
 
 @each_language
 @each_way
 def test_experts_ignores_padding_rows(grouped: bool, language: str) -> None:
     case = SMALL["no shared expert, rows over"]
-    cut = tiles(fp8=False, grouped=grouped)
+    cut = tiles(grouped=grouped)
     want = run(language, case, cut=cut)
     for live in (0, 7, 17):
         block = block_of(case)
@@ -179,7 +188,7 @@ def test_experts_ignores_padding_rows(grouped: bool, language: str) -> None:
 @each_way
 def test_experts_nan_row_spoils_only_itself(grouped: bool, language: str) -> None:
     case = SMALL["a shared expert with a gate"]
-    cut, block = tiles(fp8=False, grouped=grouped), block_of(case)
+    cut, block = tiles(grouped=grouped), block_of(case)
     changed = {name: getattr(block, name).copy() for name in ("rows", "scaled", "squares")}
     for x in changed.values():
         x[1] = np.nan
@@ -201,7 +210,7 @@ def test_router_ties_choose_lower_expert_ids(language: str) -> None:
     for sign, want in ((1, [0, 2]), (-1, [0, 1])):
         scaled = np.full_like(block_of(case).scaled, sign)
         changed = {"router": router, "scaled": scaled}
-        got = run(language, case, cut=tiles(fp8=False), rows=[0], changed=changed)
+        got = run(language, case, cut=tiles(), rows=[0], changed=changed)
         assert got.ids[0].tolist() == want
 
 
@@ -210,10 +219,10 @@ def test_router_ties_choose_lower_expert_ids(language: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> None:
     case = LARGE[name]
-    want = run(language, case, cut=tiles(fp8=case.is_fp8))
+    want = run(language, case, cut=tiles())
     lines = Tiles.load(f"{language}_gpu", MEASURED).experts.lines
     for line in lines:
-        if line.at_most.get("item_bytes") == (1 if case.is_fp8 else 2):
+        if line.at_most.get("item_bytes") == math.ceil(case.format.item_bytes):
             check_equal(run(language, case, cut=line.tiles), want)
 
 

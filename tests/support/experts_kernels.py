@@ -17,11 +17,13 @@ from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from shared.models.activation import Activation
-from shared.models.formats.fp8 import Granularity, dequantize, scale_shape
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK, pack, packed_scales
-from shared.models.formats.weight_format import PLAIN
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
+from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import PLAIN, WeightFormat
 from shared.spec.layers import act_and_mul
+from shared.spec.linear import widened
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
+from tests.support.cases.gemm.linear import QUANTIZED
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 EPS = 1e-6
@@ -41,10 +43,9 @@ def routing(experts: int, top: int, **changed: Any) -> RoutingSettings:
     return RoutingSettings(experts=experts, top=top, **(usual | shared | changed))
 
 
-def tiles(*, fp8: bool, **changed: Any) -> ExpertsTiles:
-    depth = FP8_BLOCK if fp8 else 32
-    how = {"slots": 16, "columns": 32, "depth": depth, "warps": 4, "stages": 2}
-    how |= {"down_columns": 64, "down_depth": depth, "down_warps": 4, "down_stages": 2}
+def tiles(**changed: Any) -> ExpertsTiles:
+    how = {"slots": 16, "columns": 32, "depth": 32, "warps": 4, "stages": 2}
+    how |= {"down_columns": 64, "down_depth": 32, "down_warps": 4, "down_stages": 2}
     how |= {"sum_columns": 128, "sum_warps": 2, "group_rows": 16}
     how |= {"router_rows": 4, "router_depth": 32, "router_warps": 4, "router_stages": 2}
     return ExpertsTiles(**({"grouped": False} | how | changed))
@@ -54,7 +55,7 @@ class Case(NamedTuple):
     """A block of experts; whether scores have a bias, and the next norm a scale.
 
     Attributes:
-      granularity: Of the scales of weights that are FP8; None: they are numbers.
+      quantized: Format of the weights, of `cases.gemm.linear.QUANTIZED`; None: they are numbers.
       activation: Of the experts.
       has_biases: Whether the router and the experts have biases.
     """
@@ -63,15 +64,22 @@ class Case(NamedTuple):
     hidden: int
     inner: int
     routing: RoutingSettings
-    granularity: Granularity | None = None
+    quantized: str | None = None
     is_biased: bool = False
     is_scaled: bool = True
     activation: Activation = Activation()
     has_biases: bool = False
 
     @property
-    def is_fp8(self) -> bool:
-        return self.granularity is not None
+    def is_packed(self) -> bool:
+        return self.quantized is not None
+
+    @property
+    def format(self) -> WeightFormat:
+        """Format of the weights as stored."""
+        if self.quantized is None:
+            return Plain("bfloat16")
+        return QUANTIZED[self.quantized](np.zeros((FP8_BLOCK, FP8_BLOCK), np.float32)).format
 
 
 class Block(NamedTuple):
@@ -111,18 +119,6 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(HALF).astype(np.float32)
 
 
-def _fp8(
-    rng: np.random.Generator, granularity: Granularity, *shape: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """An FP8 weight: its numbers, its words and its scales."""
-    codes = np.resize(rng.integers(0, 256, min(int(np.prod(shape)), 2**20 - 3), np.uint8), shape)
-    codes[(codes & 0x7F) >= 0x60] &= 0x9F  # up to 30, and no NaN
-    scales = rng.uniform(0.002, 0.004, scale_shape(shape, granularity))
-    scales = scales.astype(ml_dtypes.bfloat16)
-    numbers = dequantize(codes, scales)
-    return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), pack(codes), scales
-
-
 @cache
 def block_of(case: Case) -> Block:
     rng, choice = np.random.default_rng(0), case.routing
@@ -133,13 +129,14 @@ def block_of(case: Case) -> Block:
     shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     stored: dict[str, np.ndarray | None] = {}
     for name, shape in shapes.items():
-        if case.granularity is not None:
-            numbers, words, scales = _fp8(rng, case.granularity, choice.stored, *shape)
-            kept = packed_scales(scales).astype(ml_dtypes.bfloat16)
-            stored |= {name: words, f"{name}_scales": kept}
+        drawn = _normal(rng, choice.stored, *shape)
+        numbers = _rounded(drawn / np.float32(shape[1] ** 0.5))
+        if case.quantized is not None:
+            matrix = QUANTIZED[case.quantized](numbers)
+            numbers, scales = _rounded(widened(matrix)), matrix.scales
+            scales = scales.astype(HALF) if scales.dtype == np.float32 else scales
+            stored |= {name: matrix.values, f"{name}_scales": scales}
         else:
-            drawn = _normal(rng, choice.stored, *shape)
-            numbers = _rounded(drawn / np.float32(shape[1] ** 0.5))
             stored |= {name: numbers.astype(HALF), f"{name}_scales": None}
         shapes[name] = numbers
 
@@ -260,8 +257,8 @@ def run(
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
     how |= {"order": ROUTER, "squares_order": SQUARES, "gathered": _same}
-    is_fp8 = block.stored["gate_up_scales"] is not None
-    how["formats"] = ("fp8_w8a16" if is_fp8 else PLAIN,) * 2
+    is_packed = block.stored["gate_up_scales"] is not None
+    how["formats"] = (case.format.name if is_packed else PLAIN,) * 2
     if language == "triton":
         return _in_triton(given, how)
     return _in_pallas(given, tuple(how.items()), is_as_written)

@@ -15,6 +15,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
+from shared.models.formats.mxfp4 import EXPONENT_SHIFT, GROUP, MXFP4W4A16
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import SCALES, VALUES, FormatContext, QuantizedFormat
 from shared.models.parameter import Parameter
@@ -69,6 +70,15 @@ def int4_matrix(
     assert format is not None
     stored = scale_words(scales, zeros) if format.has_words else scales
     return Matrix(format, {VALUES: four_bit.pack(codes), SCALES: stored})
+
+
+def mxfp4_matrix(codes: np.ndarray, exponents: np.ndarray) -> Matrix:
+    """A packed MXFP4 weight."""
+    inputs = codes.shape[-1]
+    spare = four_bit.padded(inputs) // GROUP - exponents.shape[-1]
+    scales = np.pad(exponents + EXPONENT_SHIFT, [(0, 0)] * (codes.ndim - 1) + [(0, spare)])
+    planes = {VALUES: four_bit.pack(codes), SCALES: scales.astype(np.uint8)}
+    return Matrix(MXFP4W4A16(inputs), planes)
 
 
 def w8a8_matrix(codes: np.ndarray, scales: np.ndarray, bias: np.ndarray | None = None) -> Matrix:

@@ -1,7 +1,7 @@
 """INT4 weights on a device, packed as in `shared.models.formats.int4_w4a16`."""
 
 import torch
-from jaxtyping import Float, Float32, Int, Int32, UInt8
+from jaxtyping import Float, Float32, Int, Int32
 from torch import Tensor
 
 from shared.models.formats.four_bit import PARTS, block_of
@@ -10,28 +10,11 @@ from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
 from torch_impl.dummy_weights import top_bits, word_array
-
-
-def packed(words: Int32[Tensor, "*stack N words"]) -> Int32[Tensor, "*stack N words"]:
-    """Reorders codes from eight neighbours in an int32 to blocks of inputs."""
-    width = block_of(PARTS * words.shape[-1]) // PARTS
-    pairs = words.contiguous().view(torch.uint8)
-    codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(-2)
-    blocks = codes.unflatten(-1, (-1, PARTS, width))
-    joined = blocks[..., ::2, :] | blocks[..., 1::2, :] << 4
-    return joined.transpose(-1, -2).contiguous().view(torch.int32).flatten(-3)
-
-
-def unpacked(words: Int32[Tensor, "*stack N words"]) -> UInt8[Tensor, "*stack N K"]:
-    """Same as `shared.models.formats.four_bit.unpack`."""
-    width = block_of(PARTS * words.shape[-1]) // PARTS
-    pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, width, PARTS // 2))
-    pairs = pairs.transpose(-1, -2)
-    return torch.stack([pairs & 15, pairs >> 4], dim=-2).flatten(-4)
+from torch_impl.formats import four_bit
 
 
 def dequantized(planes: Planes) -> Float[Tensor, "*experts outputs inputs"]:
-    codes, scales = unpacked(planes[VALUES]).float(), planes[SCALES]
+    codes, scales = four_bit.unpacked(planes[VALUES]).float(), planes[SCALES]
     if scales.dtype != torch.int32:
         return ((codes - ZERO) * _spread(scales.float(), codes)).bfloat16()
     numbers = codes - _spread((scales & 15).float(), codes)
@@ -77,4 +60,4 @@ def scaled(
     return numbers
 
 
-W4A16 = FormatOps(dequantized=dequantized, converted=packed, dummy=dummy)
+W4A16 = FormatOps(dequantized=dequantized, converted=four_bit.packed, dummy=dummy)

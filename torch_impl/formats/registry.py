@@ -16,6 +16,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.int4_w4a16 import Int4W4A16
+from shared.models.formats.mxfp4 import MXFP4W4A16, MXFP4Encoding
 from shared.models.formats.weight_format import (
     VALUES,
     FormatOps,
@@ -24,25 +25,28 @@ from shared.models.formats.weight_format import (
     WeightFormat,
 )
 from shared.models.parameter import Parameter
-from torch_impl.formats import fp8, int4
+from torch_impl.formats import fp8, int4, mxfp4
 
 FORMATS: Mapping[type, FormatOps] = {
     FP8W8A16: fp8.W8A16,
     FP8W8A8: fp8.W8A8,
     Int4W4A16: int4.W4A16,
+    MXFP4W4A16: mxfp4.W4A16,
 }
 """Operations of each quantised format."""
 
 SCALED: Mapping[type, Callable[[Any, Parameter, Any], Tensor]] = {
     FP8Encoding: fp8.scaled,
     Int4Encoding: int4.scaled,
+    MXFP4Encoding: mxfp4.scaled,
 }
 """Functions that multiply elements of a dummy parameter or shard by their scales, in place."""
 
 
 def dequantized(format: WeightFormat, planes: Planes) -> Shaped[Tensor, "*experts outputs inputs"]:
     ops = FORMATS.get(type(format))
-    return planes[VALUES] if ops is None else ops.dequantized(planes)
+    found = planes[VALUES] if ops is None else ops.dequantized(planes)
+    return found[..., : format.inputs] if isinstance(format, MXFP4W4A16) else found
 
 
 def read(

@@ -61,7 +61,7 @@ class Matrix(NamedTuple):
         return self.planes[VALUES]
 
     @property
-    def scales(self) -> Float[jax.Array, "*layers scales scales_in"] | None:
+    def scales(self) -> Shaped[jax.Array, "*layers scales scales_in"] | None:
         return self.planes.get(SCALES)
 
     @property

@@ -8,6 +8,7 @@ tensor core, in one or several parts, each with the rows of the same inputs.
 | `PlainLoader` | a step of the main loop | 1 | the stored numbers |
 | `FP8W8A16Loader` | 128 | 4 | packed FP8, dequantised to bfloat16 |
 | `Int4W4A16Loader` | 128 or 256 | 8 | packed INT4, dequantised to bfloat16 |
+| `MXFP4W4A16Loader` | 128 or 256 | 8 | packed MXFP4, dequantised to bfloat16 |
 | `FP8W8A8Loader` | 128 | 1 | FP8, with a scale of the block and one of each row |
 
 Loaders fix the order of the sum. Parts are added in input order, each to the accumulator of the
@@ -31,6 +32,7 @@ from jax.experimental.pallas import triton as pltriton
 from kernels.pallas_gpu.gemm.fp8_w8a8 import add_codes, load_codes
 from kernels.pallas_gpu.gemm.fp8_w8a16 import four
 from kernels.pallas_gpu.gemm.int4_w4a16 import int4_part, int4_scales
+from kernels.pallas_gpu.gemm.mxfp4_w4a16 import mxfp4_part
 from kernels.tiles import LinearTiles
 from shared.models.formats.four_bit import PARTS, block_of
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
@@ -303,8 +305,8 @@ class FP8W8A16Loader(PackedLoader):
         return four(words, scale, self._is_compiled)
 
 
-class Int4W4A16Loader(PackedLoader):
-    """Loader of packed INT4 weights."""
+class _FourBitLoader(PackedLoader):
+    """Loader of packed weights of four bits."""
 
     packed = num_parts = PARTS
 
@@ -321,7 +323,25 @@ class Int4W4A16Loader(PackedLoader):
         for part in range(PARTS):
             if self._only_scale is None and (part == 0 or part * width % group == 0):
                 scales = self._scale_at(lax.div(number * self.depth + part * width, group))
-            yield int4_part(words, int4_scales(scales), part, self._is_compiled)
+            yield self._part(words, scales, part)
+
+    @abstractmethod
+    def _part(self, words: Any, scales: Any, part: int) -> Any:
+        """Dequantises a part of packed codes, for a column of stored scales."""
+
+
+class Int4W4A16Loader(_FourBitLoader):
+    """Loader of packed INT4 weights."""
+
+    def _part(self, words: Any, scales: Any, part: int) -> Any:
+        return int4_part(words, int4_scales(scales), part, self._is_compiled)
+
+
+class MXFP4W4A16Loader(_FourBitLoader):
+    """Loader of packed MXFP4 weights."""
+
+    def _part(self, words: Any, scales: Any, part: int) -> Any:
+        return mxfp4_part(words, scales, part, self._is_compiled)
 
 
 class FP8W8A8Loader(BlockLoader):
@@ -403,6 +423,7 @@ LOADERS: Mapping[str, type[BlockLoader]] = {
     PLAIN: PlainLoader,
     "fp8_w8a16": FP8W8A16Loader,
     "int4_w4a16": Int4W4A16Loader,
+    "mxfp4_w4a16": MXFP4W4A16Loader,
     "fp8_w8a8": FP8W8A8Loader,
 }
 """Loaders by the name of the weight format."""
@@ -413,5 +434,5 @@ def _load(ref: Any, at: tuple[Any, ...], is_one: Any, has_all: bool) -> Any:
     if has_all:
         return pltriton.load(ref.at[at])
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
-    other = 0 if ref.dtype == jnp.int32 else 0.0
+    other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
     return pltriton.load(ref.at[at], mask=jnp.broadcast_to(is_one[:, None], shape), other=other)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Float32, Int, Int32
+from jaxtyping import Float, Float32, Int, Int32, Shaped
 
 from kernels.pallas_gpu.collectives.all_gather import (
     AllGatherArgs,
@@ -51,7 +51,7 @@ _FEW_ROWS = 32
 def product(
     x: Float[jax.Array, "R inputs"],
     weights: Float[jax.Array, "L stored inputs"] | Int32[jax.Array, "L stored words"],
-    scales: Float[jax.Array, "L scales scales_in"] | None,
+    scales: Shaped[jax.Array, "L scales scales_in"] | None,
     layer: Int[jax.Array, ""],
     row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
     *,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gemm.activation import act_and_mul
@@ -65,10 +65,10 @@ def experts(
     router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
     gate_up: jax.Array,
-    gate_up_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    gate_up_scales: Shaped[jax.Array, "L stored scales scales_in"] | None,
     gate_up_bias: Float[jax.Array, "L stored outputs"] | None,
     down: jax.Array,
-    down_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    down_scales: Shaped[jax.Array, "L stored scales scales_in"] | None,
     down_bias: Float[jax.Array, "L stored outputs"] | None,
     next_norm: Float[jax.Array, "L2 columns"] | None,
     live: Int[jax.Array, " 1"],

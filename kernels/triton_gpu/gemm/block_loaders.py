@@ -8,6 +8,7 @@ the tensor core, in one or several parts. `load_rows` returns the rows in the sa
 | `plain` | a step of the main loop | 1 | the stored numbers |
 | `fp8_w8a16` | 128 | 4 | packed FP8, dequantised to bfloat16 |
 | `int4_w4a16` | 128 or 256 | 8 | packed INT4, dequantised to bfloat16 |
+| `mxfp4_w4a16` | 128 or 256 | 8 | packed MXFP4, dequantised to bfloat16 |
 | `fp8_w8a8` | 128 | 1 | FP8, with a scale of the block and one of each row |
 
 `add_block` fixes the order of the sum. Parts are added in input order, each to the accumulator of
@@ -29,6 +30,7 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.gemm.fp8_w8a8 import add_codes, scale_of
 from kernels.triton_gpu.gemm.fp8_w8a16 import four
 from kernels.triton_gpu.gemm.int4_w4a16 import int4_pair, int4_scales
+from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_pair, mxfp4_scale
 from shared.models.formats.four_bit import PARTS, block_of
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout, shares_of
 from shared.models.formats.weight_format import PLAIN
@@ -63,6 +65,7 @@ FORMATS = (
     BlockFormat(PLAIN, inputs=0, parts=1, packed=1),
     BlockFormat("fp8_w8a16", inputs=FP8_BLOCK, parts=4, packed=4),
     BlockFormat("int4_w4a16", inputs=0, parts=PARTS, packed=PARTS),
+    BlockFormat("mxfp4_w4a16", inputs=0, parts=PARTS, packed=PARTS),
     BlockFormat(FP8_W8A8, inputs=FP8_BLOCK, parts=1, packed=1),
 )
 """Formats without the sizes of a call."""
@@ -243,9 +246,9 @@ def load_block(outputs, place, at, offset: tl.constexpr, beside: tl.constexpr, l
             has_all: tl.constexpr = access.has_all
             scales = _load_scales(scales + at // _BLOCK, outputs.is_inside, has_all)
         parts = four(words, scales, not loads.is_interpreted)
-    elif format.name == "int4_w4a16":
+    elif format.packed == 8:
         words = _load_tile(outputs, place, at // format.packed, offset, beside, access)
-        parts = _int4_parts(outputs, words, at, loads)
+        parts = _four_bit_parts(outputs, words, at, loads)
     else:
         parts = (_load_tile(outputs, place, at, offset, beside, access),)
         if format.name == "fp8_w8a8":
@@ -254,8 +257,8 @@ def load_block(outputs, place, at, offset: tl.constexpr, beside: tl.constexpr, l
 
 
 @triton.jit
-def _int4_parts(outputs, words, at, loads: tl.constexpr):
-    """Dequantises a block of packed INT4, with the scales of each group."""
+def _four_bit_parts(outputs, words, at, loads: tl.constexpr):
+    """Dequantises a block of packed INT4 or MXFP4, with the scales of each group."""
     format: tl.constexpr = loads.format
     width: tl.constexpr = loads.rows.width
     has_words: tl.constexpr = format.has_scale_words
@@ -270,7 +273,10 @@ def _int4_parts(outputs, words, at, loads: tl.constexpr):
         scales = first
         if (2 * byte + 1) * width % group == 0:
             scales = _scales_of_part(outputs, at, (2 * byte + 1) * width, group, loads)
-        parts += int4_pair(words, first, scales, byte, has_words, not loads.is_interpreted)
+        if format.name == "int4_w4a16":
+            parts += int4_pair(words, first, scales, byte, has_words, not loads.is_interpreted)
+        else:
+            parts += mxfp4_pair(words, first, scales, byte, not loads.is_interpreted)
     return parts
 
 
@@ -281,7 +287,11 @@ def _scales_of_part(outputs, at, first: tl.constexpr, group: tl.constexpr, loads
     if loads.format.scales.scales_in > 1:
         has_all: tl.constexpr = loads.weight.has_all
         stored = _load_scales(stored + (at + first) // group, outputs.is_inside, has_all)
-    return int4_scales(stored, loads.format.has_scale_words)
+    if loads.format.name == "int4_w4a16":
+        scales = int4_scales(stored, loads.format.has_scale_words)
+    else:
+        scales = mxfp4_scale(stored)
+    return scales
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Float32, Int32
+from jaxtyping import Float, Float32, Int32, Shaped
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -42,7 +42,7 @@ from shared.spec.reduction_order import SquaresOrder
 def product(
     x: Float[Tensor, "R inputs"],
     weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
-    scales: Float[Tensor, "scales scales_in"] | None,
+    scales: Shaped[Tensor, "scales scales_in"] | None,
     row_scales: Float32[Tensor, "blocks_in R"] | None = None,
     *,
     format: str,

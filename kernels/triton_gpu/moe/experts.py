@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -69,10 +69,10 @@ def experts(
     router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
     gate_up: Tensor,
-    gate_up_scales: Float[Tensor, "stored scales scales_in"] | None,
+    gate_up_scales: Shaped[Tensor, "stored scales scales_in"] | None,
     gate_up_bias: Float[Tensor, "stored outputs"] | None,
     down: Tensor,
-    down_scales: Float[Tensor, "stored scales scales_in"] | None,
+    down_scales: Shaped[Tensor, "stored scales scales_in"] | None,
     down_bias: Float[Tensor, "stored outputs"] | None,
     next_norm: Float[Tensor, " columns"] | None,
     live: Int[Tensor, " 1"],

@@ -3,6 +3,6 @@
 The module imports nothing, so that the command line lists them without NumPy.
 """
 
-FP8, INT4 = "fp8", "int4"
-ENCODINGS = (FP8, INT4)
+FP8, INT4, MXFP4 = "fp8", "int4", "mxfp4"
+ENCODINGS = (FP8, INT4, MXFP4)
 """All encodings, the keys of `shared.models.formats.registry.QUANTIZATIONS`."""

@@ -17,7 +17,8 @@ from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.int4_checkpoint import SPELLINGS as INT4_SPELLINGS
 from shared.models.formats.int4_checkpoint import Int4Reader
 from shared.models.formats.int4_w4a16 import Int4W4A16
-from shared.models.formats.names import FP8, INT4
+from shared.models.formats.mxfp4 import MXFP4W4A16, SPELLING, MXFP4Reader
+from shared.models.formats.names import FP8, INT4, MXFP4
 from shared.models.formats.quantization_config import Spelling, refuse_others, require
 from shared.models.formats.weight_format import (
     FormatContext,
@@ -46,6 +47,7 @@ class Quantization(NamedTuple):
 QUANTIZATIONS = {
     FP8: Quantization(FP8Reader(), FP8_SPELLINGS, (FP8W8A8, FP8W8A16)),
     INT4: Quantization(Int4Reader(), INT4_SPELLINGS, (Int4W4A16,)),
+    MXFP4: Quantization(MXFP4Reader(), (SPELLING,), (MXFP4W4A16,)),
 }
 """Encodings by name, in the order in which they are tried."""
 

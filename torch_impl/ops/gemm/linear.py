@@ -43,7 +43,7 @@ class Matrix:
         return self.planes[VALUES]
 
     @property
-    def scales(self) -> Float[Tensor, "*layers scales scales_in"] | None:
+    def scales(self) -> Shaped[Tensor, "*layers scales scales_in"] | None:
         return self.planes.get(SCALES)
 
     @property

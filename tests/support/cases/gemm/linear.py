@@ -11,9 +11,10 @@ from jaxtyping import Float32
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding, scale_shape, spread
+from shared.models.formats.mxfp4 import GROUP, NUMBERS
 from shared.spec.linear import Matrix, NormedStream
 from tests.support.op_case import Arguments, OpCase
-from tests.support.weight_formats import int4_matrix, w8a16_matrix
+from tests.support.weight_formats import int4_matrix, mxfp4_matrix, w8a16_matrix
 
 EPS = 1e-6
 
@@ -45,12 +46,23 @@ def in_int4(wide: Float32[np.ndarray, "*stack N K"], encoding: Int4Encoding) -> 
     return int4_matrix(codes, scales, zeros if encoding.has_zeros else None, encoding)
 
 
+def in_mxfp4(wide: Float32[np.ndarray, "*stack N K"]) -> Matrix:
+    """A weight in MXFP4 with about its numbers, of which neighbouring scales differ."""
+    groups = (*wide.shape[:-1], wide.shape[-1] // GROUP)
+    exponents = 125 - np.resize(np.arange(3), groups) - int(np.log2(wide.shape[-1])) // 2
+    sizes = np.abs(wide) / np.repeat(np.ldexp(np.float32(1), exponents - 127), GROUP, axis=-1)
+    between = (NUMBERS[:7] + NUMBERS[1:8]) / 2
+    codes = np.searchsorted(between, sizes).astype(np.uint8) + 8 * np.signbit(wide).astype(np.uint8)
+    return mxfp4_matrix(codes, exponents.astype(np.uint8))
+
+
 Quantized = Callable[[Float32[np.ndarray, "*stack N K"]], Matrix]
 QUANTIZED: dict[str, Quantized] = {
     "FP8": partial(in_fp8, granularity=Granularity.BLOCK),
     "FP8 by channels": partial(in_fp8, granularity=Granularity.CHANNEL),
     "INT4": partial(in_int4, encoding=Int4Encoding(128, "BF16", has_zeros=False)),
     "AWQ": partial(in_int4, encoding=Int4Encoding(128, "F16", has_zeros=True)),
+    "MXFP4": in_mxfp4,
 }
 """Functions that quantise a weight, by the name of the format."""
 
@@ -151,7 +163,7 @@ TABLE += [
     )
     for function in _MAKERS
     for name, quantized in QUANTIZED.items()
-    if name in ("FP8", "AWQ") or function == "silu_and_mul_linear"
+    if name in ("FP8", "AWQ") or function == "silu_and_mul_linear" and name != "MXFP4"
 ]
 TABLE += [
     OpCase(
@@ -166,7 +178,7 @@ TABLE += [
     for name, (K, N) in cases.items()
     for kind, quantized in QUANTIZED.items()
     for R in _ROWS
-    if kind in ("FP8", "INT4") or (name == "gate and up" and R in (1, 32, 512))
+    if kind in ("FP8", "INT4") or (kind != "MXFP4" and name == "gate and up" and R in (1, 32, 512))
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}

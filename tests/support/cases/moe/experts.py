@@ -173,3 +173,21 @@ TABLE += [
     for kind, quantized in QUANTIZED.items()
     for R in (1, 32, 512)
 ]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"MXFP4 8 of 2880, {R} rows",
+        make=partial(
+            added_arguments,
+            R=R,
+            hidden=2880,
+            config=config_of(num_experts=8, num_chosen=4, intermediate=2880, shared=False),
+            quantized=QUANTIZED["MXFP4"],
+        ),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for R in (1, 32, 512)
+]
