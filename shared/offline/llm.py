@@ -43,6 +43,7 @@ from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import GrammarRequest, ToolCallSpec
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.parsing.reasoning import is_open_after, thinking_after
+from shared.text.reasoning_formats import REASONING_FORMATS, THINKING
 from shared.text.text_parsers import new_parser
 from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
 from shared.text.tool_call_grammar import arguments_schema
@@ -247,7 +248,12 @@ class LLM:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopStringMatcher(tuple(params.stop)),
-            new_parser(style, OutputBuilder(schemas, None, calls is not None), is_open),
+            new_parser(
+                style,
+                OutputBuilder(schemas, None, calls is not None),
+                is_open,
+                THINKING if name is None else REASONING_FORMATS[name],
+            ),
             sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
             "",

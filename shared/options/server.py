@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
 from shared.text.call_formats.names import ALIASES, OTHER_NAMES
+from shared.text.reasoning_formats import REASONING_FORMATS
 
 ANY = "*"
 """Wildcard for all host names and all origins."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+")
 
-REASONING_PARSERS = ("qwen3", "deepseek-r1")
+REASONING_PARSERS = tuple(REASONING_FORMATS)
 TOOL_CALL_PARSERS = tuple(OTHER_NAMES)
 
 
@@ -71,7 +72,7 @@ class ServerOptions:
         "template",
         choices=(AUTO, NONE, *REASONING_PARSERS),
         metavar="NAME",
-        values={"deepseek_r1": "deepseek-r1"},
+        values={"deepseek_r1": "deepseek-r1", "gpt-oss": "harmony", "openai_gptoss": "harmony"},
     )
     tool_call_parser: str | None = flag(
         AUTO,

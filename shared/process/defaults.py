@@ -12,12 +12,14 @@ from shared.options.flags import AUTO, NONE, ConfigError, spelling
 from shared.options.options import Options
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from shared.process.grammars import GrammarQueue
+from shared.text.call_formats.harmony import FORMAT as HARMONY_FORMAT
 from shared.text.call_formats.registry import FORMATS
 from shared.text.chat_templates import ChatTemplates
 from shared.text.template_probe import ParserChoice, reasoning_parser_of, tool_call_parser_of
 from shared.text.tokenizer import Tokenizer
 from shared.text.tokenizer_files import TokenizerFiles
 
+CHANNELS = HARMONY_FORMAT.name
 _PARSERS = (
     ("reasoning_parser", reasoning_parser_of, REASONING_PARSERS),
     ("tool_call_parser", tool_call_parser_of, TOOL_CALL_PARSERS),
@@ -44,9 +46,21 @@ def with_parsers(options: Options, files: TokenizerFiles) -> Options:
     templates = None if tokenizer is None else tokenizer.templates
     for name, find, known in _PARSERS:
         options = _with_parser(options, templates, name, find, known)
+    _check_channels(options)
     if tokenizer is not None:
         _check_tags(options.server.tool_call_parser, tokenizer)
     return options
+
+
+def _check_channels(options: Options) -> None:
+    """Raises if one parser alone reads channels, which separate reasoning, calls and content."""
+    calls, reasoning = options.server.tool_call_parser, options.server.reasoning_parser
+    of_calls, of_reasoning = calls == CHANNELS, reasoning == CHANNELS
+    if of_calls != of_reasoning and (of_calls or calls is not None):
+        raise ConfigError(
+            f"--tool-call-parser {calls or NONE} and --reasoning-parser {reasoning or NONE} are "
+            f"incompatible, because {CHANNELS} reads both; give {CHANNELS} to both, or to neither"
+        )
 
 
 def _check_tags(parser: str | None, tokenizer: Tokenizer) -> None:

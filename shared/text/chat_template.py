@@ -13,7 +13,7 @@ from jinja2 import meta
 from shared.text.call_formats.registry import FORMATS
 from shared.text.delimiters import THINK
 from shared.text.dropped_content import left_out
-from shared.text.jinja_environment import environment, reads_parts
+from shared.text.jinja_environment import environment, reads_attribute, reads_parts
 from shared.text.tool_messages import FORMS, CallForm, forms_for
 from shared.text.worker import WorkerError
 
@@ -83,6 +83,7 @@ class ChatTemplate:
         tree = language.parse(source)
         variables = meta.find_undeclared_variables(tree)
         self._reads_parts = reads_parts(tree)
+        self._reads_thinking = reads_attribute(tree, "thinking")
         self._arguments = variables - {*_OWN, *names}
         self._knows_developers = "developer" in source
         # A template may write calls and results, and never list the tools.
@@ -157,7 +158,8 @@ class ChatTemplate:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
-        return form.of([_with_parts(message, self._reads_parts) for message in messages])
+        messages = [_with_parts(message, self._reads_parts) for message in messages]
+        return form.of(list(map(_with_thinking, messages)) if self._reads_thinking else messages)
 
     def _write(self, **given: Any) -> str:
         """Renders the template; raises as `render`."""
@@ -274,6 +276,19 @@ def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
         return message
     parts = _Parts(message["content"])
     return {**message, "content": parts if are_read else str(parts)}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message with its reasoning in `thinking`, as gpt-oss's template reads it.
+
+    The template renders the text next to a call as reasoning too, and rejects both together.
+    """
+    thought, content = message.get("reasoning_content"), message.get("content")
+    if not thought:
+        return message
+    if message.get("tool_calls") and content:
+        return {**message, "thinking": f"{thought}\n\n{content}", "content": ""}
+    return {**message, "thinking": thought}
 
 
 def text_of(message: dict[str, Any]) -> str:

@@ -9,3 +9,8 @@ from __future__ import annotations
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 THINK, THINK_END = "<think>", "</think>"
+CHANNEL_MARKS = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|call|>", "<|return|>"),
+)
+"""Tokens around the messages of gpt-oss and their headers."""

@@ -92,8 +92,9 @@ def with_prefix(lead: str, grammar: str) -> str:
       grammar: Grammar after the prefix.
     """
     first, *others = json.loads(grammar)["grammars"]
-    start = {"lark_grammar": f"start: lead @behind\n{lead}\n"}
-    return serialized([start, {**first, "name": "behind"}, *others])
+    name = f"behind_{len(others)}"  # unique, since a prefix adds a grammar
+    start = {"lark_grammar": f"start: lead @{name}\n{lead}\n"}
+    return serialized([start, {**first, "name": name}, *others])
 
 
 class _ShownTexts:

@@ -7,6 +7,7 @@ steps, because compiled grammars cannot be sent between processes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from shared.text import tool_call_grammar, worker
-from shared.text.delimiters import THINK, THINK_END
 from shared.text.grammar import (
     Compiler,
     InvalidGrammarError,
@@ -25,19 +25,39 @@ from shared.text.grammar import (
     of_schema,
     with_prefix,
 )
+from shared.text.reasoning_formats import HARMONY, REASONING_FORMATS, ReasoningFormat
 
 DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
 
-_GAP = r"gap: /\s{0,4}/"
-# Lazy: text that begins with the delimiter is reasoning, as in the parser, and never content.
-_OPENING = rf"opening[lazy]: /\s{{0,4}}{THINK}/"
-_THOUGHT = rf"thought[suffix={literal(THINK_END)}]: /(.|\n)*/"
-LEADS = {
-    "open": f"lead: thought gap\n{_THOUGHT}\n{_GAP}",
-    "maybe": f"lead: (opening thought gap)?\n{_OPENING}\n{_THOUGHT}\n{_GAP}",
-}
-"""Prefixes of outputs that begin within reasoning, or may begin with reasoning."""
+_TEXT = r"/(.|\n)*/"
+
+
+def _leads(tags: ReasoningFormat) -> dict[str, str]:
+    """Returns the prefixes of outputs that begin within reasoning, or may begin with reasoning."""
+    if tags.has_channels:
+        return {tags.lead("open"): _OPEN_CHANNEL, tags.lead("maybe"): _CHANNELS}
+    # Lazy: text that begins with the delimiter is reasoning, as in the parser, and never content.
+    opening = rf"opening[lazy]: /\s{{0,4}}{re.escape(tags.begin)}/"
+    thought = rf"thought[suffix={literal(tags.end)}]: {_TEXT}"
+    gap = r"gap: /\s{0,4}/"
+    return {
+        tags.lead("open"): f"lead: thought gap\n{thought}\n{gap}",
+        tags.lead("maybe"): f"lead: (opening thought gap)?\n{opening}\n{thought}\n{gap}",
+    }
+
+
+_CHANNEL_STEP = (
+    'step: "<|channel|>" ("analysis" | "commentary") "<|message|>" body "<|start|>" "assistant"\n'
+    f'body[suffix="<|end|>"]: {_TEXT}'
+)
+_CHANNELS = f"lead: step*\n{_CHANNEL_STEP}"
+_OPEN_CHANNEL = f'lead: body "<|start|>" "assistant" step*\n{_CHANNEL_STEP}'
+_FINAL_CHANNEL = 'lead: "<|channel|>" "final" "<|message|>"'
+"""Header of the message that an output format constrains."""
+
+LEADS = {key: lead for tags in REASONING_FORMATS.values() for key, lead in _leads(tags).items()}
+"""Prefixes of outputs by the keys of `ReasoningFormat.lead`."""
 
 _MAKERS: dict[str, Callable[[Any], str]] = {
     "schema": of_schema,
@@ -100,6 +120,8 @@ class GrammarRequest:
           GrammarRefused: The constraint is invalid or unsupported.
         """
         written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
+        if written is not None and self.lead in (HARMONY.lead("open"), HARMONY.lead("maybe")):
+            written = with_prefix(_FINAL_CHANNEL, written)
         if self.calls is not None:
             written = tool_call_grammar.grammar_of(
                 self.calls.style,

@@ -80,6 +80,11 @@ def reads_parts(tree: nodes.Template) -> bool:
     return any(loops) or any(each.node and _is_content(each.node, names) for each in filters)
 
 
+def reads_attribute(tree: nodes.Template, name: str) -> bool:
+    """Returns whether a template reads an attribute of this name, such as that of a message."""
+    return any(each.attr == name for each in tree.find_all(nodes.Getattr))
+
+
 def _names_of_content(tree: nodes.Template) -> set[str]:
     """Returns every name that `content` is bound to, as a fixed point."""
     bindings, names = list(_bindings(tree)), set[str]()

@@ -21,6 +21,7 @@ from shared.text.chat_template import Conversation
 from shared.text.chat_templates import DEFAULT, TOOL_USE, ChatTemplates
 from shared.text.delimiters import THINK, THINK_END
 from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.reasoning_formats import REASONING_FORMATS
 from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_templates
 from shared.text.text_parsers import new_parser
 from shared.text.worker import DONE, frames_of
@@ -100,6 +101,9 @@ def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
 def reasoning_parser_of(templates: ChatTemplates) -> ParserChoice:
     """Selects the reasoning parser by the tags in a template."""
     source = templates.sources.get(DEFAULT) or templates.sources.get(TOOL_USE, "")
+    for name in ("harmony", "gemma4", "mistral"):
+        if (begin := REASONING_FORMATS[name].begin) in source:
+            return ParserChoice(name, f"contains {begin}")
     if THINK in source:
         return ParserChoice("qwen3", f"contains {THINK}")
     if THINK_END not in source:

@@ -70,7 +70,7 @@ def _calls(call_format: CallFormat, many: bool) -> list[str]:
 def _beside_text(call_format: CallFormat, many: bool) -> tuple[str, list[str]]:
     """Returns the start rule of outputs that may be text; text that begins like a call is one."""
     if not call_format.openings:
-        return "calls | OTHER_TEXT |", [f"OTHER_TEXT: {call_format.other_text}"]
+        return "calls | other_text |", [call_format.other_text]
     suffix = "|".join(re.escape(opening).replace("/", r"\/") for opening in call_format.openings)
     rules = [f"text: {TEXT}", f"lead[suffix=/{suffix}/]: {TEXT}", "spoken: lead inner"]
     return ("spoken* text" if many else "spoken text | text"), rules

@@ -100,6 +100,16 @@ def test_ambiguous_tool_call_template_is_startup_error(folder: Path):
     assert parsers_of(given)[0] == "hermes"
 
 
+@pytest.mark.parametrize(
+    ("calls", "reasoning"), [("harmony", "none"), ("harmony", "qwen3"), ("hermes", "harmony")]
+)
+def test_channels_require_both_parsers(folder: Path, calls: str, reasoning: str):
+    flags = f"--tool-call-parser={calls}", f"--reasoning-parser={reasoning}"
+    options = parse(["--model-path", str(folder), flags[0], flags[1]])
+    with pytest.raises(ConfigError, match="give harmony to both, or to neither"):
+        with_parsers(options, tokenizer_of(options))
+
+
 def test_parser_rejects_tokenizer_that_changes_tags(folder: Path):
     """SentencePiece reads U+2581 in DeepSeek's tags as a space."""
     tokenizer = FastTokenizer(models.Unigram([("<unk>", 0.0)], unk_id=0, byte_fallback=False))

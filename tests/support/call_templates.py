@@ -17,6 +17,22 @@ EACH
 """
 
 
+_VALUE = """
+{%- macro value(given) -%}
+{%- if given is string -%}{{ 'QUOTE' + given + 'QUOTE' }}
+{%- elif given is boolean -%}{{ 'true' if given else 'false' }}
+{%- elif given is mapping -%}{%- raw -%}{{%- endraw -%}
+{%- for key, each in given | dictsort -%}
+{{ key + ':' + value(each) + ('' if loop.last else ',') }}
+{%- endfor -%}{%- raw -%}}{%- endraw -%}
+{%- elif given is sequence -%}[
+{%- for each in given -%}{{ value(each) + ('' if loop.last else ',') }}{%- endfor -%}]
+{%- else -%}{{ given }}
+{%- endif -%}
+{%- endmacro -%}
+"""
+
+
 def _framed(each: str, before: str = "", after: str = "") -> str:
     calls = f"{{{{- '{before}' }}}}{_EACH.replace('EACH', each)}{{{{- '{after}' }}}}"
     return _FRAME.replace("CALLS", calls)
@@ -77,6 +93,25 @@ CALL_TEMPLATES = {
             "{%- endfor %}{{- '</invoke>\\n' }}",
             "\\n<minimax:tool_call>\\n",
             "</minimax:tool_call>",
+        ),
+    ),
+    "harmony": (
+        "harmony",
+        _framed(
+            "{{- '<|channel|>commentary to=functions.' + name + ' <|constrain|>json<|message|>' }}"
+            "{{- arguments | tojson }}{{- '' if loop.last else '<|call|><|start|>assistant' }}"
+        ),
+    ),
+    "gemma4": (
+        "gemma4",
+        _VALUE.replace("QUOTE", '<|"|>')
+        + _framed("{{- '<|tool_call>call:' + name + value(arguments) + '<tool_call|>' }}"),
+    ),
+    "functiongemma": (
+        "functiongemma",
+        _VALUE.replace("QUOTE", "<escape>")
+        + _framed(
+            "{{- '<start_function_call>call:' + name + value(arguments) + '<end_function_call>' }}"
         ),
     ),
     "pythonic": (

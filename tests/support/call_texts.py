@@ -8,9 +8,9 @@ from typing import Any
 
 from shared.text.call_formats.call_format import Call, CallFormat
 from shared.text.call_formats.registry import FORMATS
-from shared.text.delimiters import THINK, THINK_END
 from shared.text.parsing.delta import Delta
 from shared.text.parsing.output_parser import OutputBuilder
+from shared.text.reasoning_formats import REASONING_FORMATS, THINKING, ReasoningFormat
 from shared.text.text_parsers import new_parser
 
 PARAMETERS = {
@@ -40,6 +40,10 @@ PIECES = [
 """Parts of strings. None contains the end of a value in any format."""
 
 
+SPOKEN = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+UNKNOWN = "<|end|><|start|>assistant<|channel|>final oh to=<|message|>"
+
+
 def drawn_text(chosen: random.Random) -> str:
     return "w" + "".join(chosen.choices(PIECES, k=chosen.randrange(6))) + "w"
 
@@ -59,6 +63,11 @@ def drawn_call(chosen: random.Random) -> Call:
     return "get_weather", {"city": drawn_text(chosen), **given}
 
 
+def tags_of(name: str) -> ReasoningFormat:
+    """Returns the reasoning of models with a tool-call format."""
+    return REASONING_FORMATS.get(name, THINKING)
+
+
 def drawn_output(call_format: CallFormat, chosen: random.Random) -> str:
     """Returns an output with calls, often with reasoning, and often damaged."""
     calls = [drawn_call(chosen) for _ in range(chosen.randrange(1, 4))]
@@ -66,13 +75,15 @@ def drawn_output(call_format: CallFormat, chosen: random.Random) -> str:
     if call_format.openings and chosen.random() < 0.5:
         text = chosen.choice(["Well.\n", " so ", "<", "\n\n"]) + text
     if chosen.random() < 0.3:
-        text += chosen.choice(["\n", " and more", text])
+        text += chosen.choice(["\n", " and more", text, "<|call|>", "<|end|>so", SPOKEN, UNKNOWN])
     if chosen.random() < 0.4:  # lost or repeated characters
         begin = chosen.randrange(len(text))
         end = begin + chosen.randrange(12)
         text = text[:begin] + text[begin:end] * chosen.choice([0, 2]) + text[end:]
     if chosen.random() < 0.3:
-        text = f"{THINK}hm {chosen.choice(['', text])}{THINK_END}\n{text}"
+        tags = tags_of(call_format.name)
+        border = SPOKEN if tags.has_channels else "\n"
+        text = f"{tags.begin}\nhm {chosen.choice(['', text])}{tags.end}{border}{text}"
     return text[: chosen.randrange(len(text) + 1)] if chosen.random() < 0.2 else text
 
 
@@ -96,7 +107,7 @@ def parsed(
 ) -> Parsed:
     """Parses the pieces of an output."""
     builder = OutputBuilder(FUNCTIONS, None, is_constrained)
-    parser = new_parser(name, builder, is_open)
+    parser = new_parser(name, builder, is_open, tags_of(name))
     found = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
     calls = [(call.name, call.arguments) for call in found.tool_calls]
     return found.text, found.reasoning, calls, parser.num_malformed_calls

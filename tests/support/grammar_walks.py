@@ -20,6 +20,13 @@ ENDINGS = [
 ]
 """Texts that end unbounded parts of an output."""
 
+OF_STYLES = {
+    "gemma4": ['<|"|>', "<channel|>", ":"],
+    "functiongemma": ["<escape>", ":"],
+    "harmony": ["<|end|>"],
+}
+"""Further ones of tool-call formats; a walk chooses them in half of the cases."""
+
 
 def walk(
     grammar: Grammar,
@@ -30,6 +37,7 @@ def walk(
     *,
     most: int,
     begun: str = "",
+    style: str = "",
 ) -> list[int]:
     """A text of a grammar without the token that ends it: some tokens at random, then endings.
 
@@ -39,7 +47,9 @@ def walk(
       seed: Of the choices.
       most: Tokens after which the text must be over.
       begun: With what it begins.
+      style: Tool-call format of the grammar.
     """
+    of_style = [each.encode() for each in OF_STYLES.get(style, ())]
     chosen, tokens, rest, is_begun = random.Random(seed), [], begun.encode(), not begun
     held = GrammarState(grammar, vocab, (end,), 0)
     while not held.is_terminated:
@@ -55,7 +65,8 @@ def walk(
             assert found, f"{rest} is not allowed"
         if found is None:
             may_wander = allowed.sum() > 1 and len(tokens) < most // 4 and chosen.random() < 0.7
-            known = [each for each in ENDINGS if _longest(each, named, allowed)]
+            endings = of_style if of_style and chosen.random() < 0.5 else ENDINGS
+            known = [each for each in endings if _longest(each, named, allowed)]
             rest = b"" if may_wander or not known else chosen.choice(known)
             found = _longest(rest, named, allowed)
         size, token = found or (0, int(chosen.choice(np.flatnonzero(allowed))))

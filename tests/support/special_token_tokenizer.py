@@ -8,15 +8,23 @@ from tokenizers import AddedToken, Tokenizer
 
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from shared.text.call_formats.registry import marks_of
-from tests.support.http_fixtures import byte_tokenizer
+from tests.support.http_fixtures import SPECIAL, byte_tokenizer
 
-MARKS = {mark for name in TOOL_CALL_PARSERS for mark in marks_of(name, REASONING_PARSERS[0])}
+MARKS = {
+    mark
+    for tool_calls in TOOL_CALL_PARSERS
+    for reasoning in REASONING_PARSERS
+    for mark in marks_of(tool_calls, reasoning)
+}
 
 
 def marked_tokenizer(*, special: bool, marks: Collection[str] = MARKS) -> Tokenizer:
     """Same as `byte_tokenizer`, with tags as tokens, by default those of all formats."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(
-        [AddedToken(mark, special=special, normalized=False) for mark in sorted(marks)]
+        [
+            AddedToken(mark, special=special, normalized=False)
+            for mark in sorted({*marks} - {*SPECIAL})
+        ]
     )
     return tokenizer

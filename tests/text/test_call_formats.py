@@ -25,6 +25,7 @@ from tests.support.call_texts import (
     drawn_output,
     parsed,
     read_back,
+    tags_of,
 )
 from tests.support.grammar_walks import walk
 from tests.support.http_fixtures import END, byte_tokenizer
@@ -37,6 +38,8 @@ STREAMED = {
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather"
     '<｜tool▁sep｜>{"city": "Ro',
     "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Ro',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Ro',
     "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ro',
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:3"
     '<|tool_call_argument_begin|>{"city": "Ro',
@@ -112,7 +115,7 @@ def test_generated_calls_are_read_back(name: str) -> None:
     shown = Tokenizer(byte_tokenizer(), None, {})
     named = {bytes([byte]): [byte] for byte in range(256)}
     for seed in range(4):
-        tokens = walk(grammar(name, True, None), VOCAB, END, named, seed, most=3000)
+        tokens = walk(grammar(name, True, None), VOCAB, END, named, seed, most=3000, style=name)
         assert read_back(name, shown.decode(tokens), is_constrained=True)
 
 
@@ -144,12 +147,13 @@ def test_malformed_call_is_text_and_counted(name: str) -> None:
 def test_call_within_reasoning_is_neither_lost_nor_invented(name: str) -> None:
     call_format = FORMATS[name]
     written, opening = call_format.write([("stop", {})]), call_format.openings[0]
+    end = tags_of(name).end
     for is_constrained in (False, True):
         _, thought, calls, _ = parsed(
-            name, [f"hm {written}\n</think>\n"], is_open=True, is_constrained=is_constrained
+            name, [f"hm {written}\n{end}\n"], is_open=True, is_constrained=is_constrained
         )
         assert (thought, len(calls)) == ((f"hm {written}", 0) if is_constrained else ("hm", 1))
-    text = f"Is {opening} right?\n</think>\n{written}"
+    text = f"Is {opening} right?\n{end}\n{written}"
     assert parsed(name, [text], is_open=True) == (
         *("", f"Is {opening} right?", [("stop", "{}")]),
         0,
@@ -188,6 +192,10 @@ def test_json_arguments_are_streamed(name: str) -> None:
         ("glm45", "<tool_call>stop\n</tool_call>\n<tool_call>stop</tool_call>", 2),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>stop"
          "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>", 1),
+        ("harmony", " to=functions.stop<|channel|>commentary json<|message|>{}<|call|>", 1),
+        ("harmony", "<|channel|>commentary to=stop<|message|> {}<|end|>", 1),
+        ("harmony", "<|start|>assistant<|channel|>analysis to=functions.stop code<|message|>{}", 1),
+        ("gemma4", "<|tool_call>call:stop{ }<tool_call|>\n<|tool_call>call:stop{}<tool_call|>", 2),
         ("minimax_m2", '<minimax:tool_call><invoke name="stop"></invoke></minimax:tool_call>', 1),
     ],
 )  # fmt: skip

@@ -31,9 +31,11 @@ from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.tool_call_grammar import grammar_of
 from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
-from tests.support.special_token_tokenizer import MARKS, marked_tokenizer
+from tests.support.special_token_tokenizer import MARKS as ALL_MARKS
+from tests.support.special_token_tokenizer import marked_tokenizer
 
-VOCAB = 300
+VOCAB = 352
+MARKS = ALL_MARKS - {*SPECIAL}
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -54,8 +56,8 @@ ELEMENTS = (
 
 KINDS = {
     "bytes": byte_tokenizer,
-    "delimiter tokens": lambda: marked_tokenizer(special=False),
-    "special delimiter tokens": lambda: marked_tokenizer(special=True),
+    "delimiter tokens": lambda: marked_tokenizer(special=False, marks=MARKS),
+    "special delimiter tokens": lambda: marked_tokenizer(special=True, marks=MARKS),
 }
 
 

@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 
 from shared.server.completions.parsers import new_parser
 from shared.text.call_formats.registry import FORMATS
-from shared.text.delimiters import CALL, THINK, THINK_END
+from shared.text.delimiters import CALL
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.tokenizer import SPACE_MARK
 from tests.support.call_schemas import SCHEMAS
+from tests.support.call_texts import tags_of
 from tests.support.conversations import count_refused
 from tests.support.grammar_walks import walk
 from tests.support.real_tokenizers import NAMES, RealTokenizer
@@ -27,7 +28,7 @@ TOOLS = [("trip", SCHEMA), ("node", SCHEMAS["recursive"])]
 SEEDS = range(3)
 OWN_BEGINNINGS = {
     **{"hermes": f"{CALL}\n", "qwen3_coder": f"{CALL}\n"},
-    **{"llama3": '{"name":', "pythonic": "["},
+    **{"llama3": '{"name":', "pythonic": "[", "harmony": "<|channel|>commentary to="},
 }
 BEGINNINGS = {name: OWN_BEGINNINGS.get(name) or each.openings[0] for name, each in FORMATS.items()}
 
@@ -45,8 +46,9 @@ def text_of(tokenizer: RealTokenizer, request: GrammarRequest, seed: int, begun:
         tokenizer.end,
         tokenizer.named,
         seed,
-        most=4000,
+        most=8000,
         begun=begun,
+        style=request.calls.style if request.calls else "",
     )
     return tokenizer.text_of(tokens)
 
@@ -64,14 +66,18 @@ def test_real_tokenizer_call_is_generated_and_parsed(tokenizer, style, free, lea
         return  # an error at startup
     calls = ToolCallSpec(style=style, tools=TOOLS, many=False, free=free)
     form = OutputFormat(kind="schema", value=SCHEMA) if free == "answer" else None
-    thought = {None: "", "open": f"hm{THINK_END}", "maybe": f"{THINK}hm{THINK_END}"}[lead]
+    tags = tags_of(style)
+    end = f"{tags.end}<|start|>assistant" if tags.has_channels else tags.end
+    thought = {None: "", "open": f"hm{end}", "maybe": f"{tags.begin}hm{end}"}[lead]
+    key = lead and tags.lead(lead)
     for seed in SEEDS:
         begun = thought + BEGINNINGS[style] if seed or free else ""
-        text = text_of(tokenizer, GrammarRequest(form=form, calls=calls, lead=lead), seed, begun)
+        text = text_of(tokenizer, GrammarRequest(form=form, calls=calls, lead=key), seed, begun)
         builder = OutputBuilder(dict(TOOLS), None, are_calls_constrained=True)
-        parser = new_parser(style, builder, None if lead is None else lead == "open")
+        parser = new_parser(style, builder, None if lead is None else lead == "open", tags)
         found = parser.push(text) + parser.flush(was_cut=False)
-        assert free == "text" or not found.text.strip()  # a token may span a delimiter's end
+        may_speak = free == "text" or tags.has_channels  # gpt-oss may announce a call
+        assert may_speak or not found.text.strip()  # a token may span a delimiter's end
         assert not begun or found.reasoning == ("hm" if lead else "")
         (call,) = found.tool_calls
         jsonschema.validate(json.loads(call.arguments), dict(TOOLS)[call.name])

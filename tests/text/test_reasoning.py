@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from shared.options.server import REASONING_PARSERS
 from shared.server.completions.parsers import new_parser
+from shared.text.grammar_worker import GrammarRequest, OutputFormat
 from shared.text.parsing.delta import Delta, OutputParser
 from shared.text.parsing.output_parser import OutputBuilder
-from shared.text.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
+from shared.text.parsing.reasoning import is_open_after, thinking_after
+from shared.text.reasoning_formats import ALWAYS_OPEN, REASONING_FORMATS
 
 QWEN_OPEN = "<|im_start|>assistant\n<think>\n"
 QWEN_CLOSED = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -103,6 +105,23 @@ CALLS = {
     ),
     "llama3": '{"name": "f", "parameters": {"a": "x"}}',
 }
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma4"])
+def test_reasoning_parser_reads_tags_of_format(name: str):
+    tags = REASONING_FORMATS[name]
+    text = f"{tags.begin}\nhm </think>\n{tags.end}\nYes."
+    for size in (1, 3, len(text)):
+        parser = new_parser(None, OutputBuilder({}, None, False), False, tags)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(parser, pieces) == ("hm </think>", "Yes.")
+    assert is_open_after(f"<model>\n{tags.begin}\n", name) is True
+    assert thinking_after(f"<model>\n{tags.begin}\n{tags.end}", name) is None
+    assert thinking_after("<model>\n", name) == f"maybe {tags.begin}"
+    form = OutputFormat(kind="choice", value=["a"])
+    for lead in (tags.lead("open"), tags.lead("maybe")):
+        written = GrammarRequest(form=form, calls=None, lead=lead).grammar()
+        assert json.dumps(tags.end)[1:-1] in json.loads(written)["grammars"][0]["lark_grammar"]
 
 
 def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str, list[str]]:

@@ -41,18 +41,25 @@ def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]
     return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
 
 
+UNSUPPORTED = {
+    "pythonic": "not an identifier",
+    **dict.fromkeys(("gemma4", "functiongemma"), "maxItems is not supported"),
+}
+"""Reasons against a schema, by format."""
+
+
 @pytest.mark.parametrize("name", SCHEMAS)
 @pytest.mark.parametrize("style", FORMATS)
 def test_call_grammar_outputs_parse_as_valid_calls(style, name):
     schema = SCHEMAS[name]
-    if (style, name) == ("pythonic", "chain"):
-        with pytest.raises(InvalidGrammarError, match="not an identifier"):
+    if name == "chain" and style in UNSUPPORTED:
+        with pytest.raises(InvalidGrammarError, match=UNSUPPORTED[style]):
             forced(style, schema)
         return
     shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
     named = {bytes([byte]): [byte] for byte in range(256)}
     for seed in range(6):
-        text = shown.decode(walk(compiled, VOCAB, END, named, seed, most=3000))
+        text = shown.decode(walk(compiled, VOCAB, END, named, seed, most=3000, style=style))
         ((called, arguments),) = read(style, text, schema)
         assert called == "f"
         jsonschema.validate(arguments, schema)

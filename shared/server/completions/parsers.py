@@ -8,6 +8,7 @@ from shared.server.protocol.generation_request import ChatInput, GenerationReque
 from shared.text.parsing.delta import OutputParser, PassthroughParser
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.parsing.reasoning import is_open_after
+from shared.text.reasoning_formats import REASONING_FORMATS, THINKING
 from shared.text.text_parsers import new_parser
 
 
@@ -47,4 +48,5 @@ class Parsers:
             self._tool_calls if functions else None,
             OutputBuilder(schemas, chat.tools.max_calls, request.constrains_tool_calls),
             None if name is None else is_open_after(prompt, name, begun),
+            THINKING if name is None else REASONING_FORMATS[name],
         )

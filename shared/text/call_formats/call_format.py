@@ -57,7 +57,8 @@ class CallFormat:
       read_calls: Parses the calls after an opening tag, or at the beginning of the output.
       rules: Rules of `inner`, the text after an opening tag, or of `calls`, the whole output.
       separator: Expression of the text between two openings; None: one opening has all calls.
-      other_text: Rule of text that does not begin like a call, for formats without a tag.
+      other_text: Rule `other_text` of text that does not begin like a call, for formats without a
+        tag.
       write: Returns the text of calls as the model writes it.
       new_id: Returns an id for a call; some chat templates require a form.
     """

@@ -33,6 +33,7 @@ class Notation:
       write_key: Returns the text of a key of an object, with the text between key and value.
       key: Rule of any key, with the text between key and value.
       separator: Text between entries.
+      is_sorted: Entries follow the order of their keys, without regard to case.
     """
 
     constants: Mapping[Any, str]
@@ -41,6 +42,7 @@ class Notation:
     write_key: Any
     key: str
     separator: str
+    is_sorted: bool = False
 
     def write(self, value: Any) -> str:
         """Returns the text of a JSON value."""
@@ -56,7 +58,12 @@ class Notation:
 
     def entries(self, value: Mapping[str, Any], write_key: Any) -> str:
         """Returns the text of an object's entries, with another notation of their keys."""
-        return self.separator.join(write_key(key) + self.write(x) for key, x in value.items())
+        return self.separator.join(write_key(key) + self.write(x) for key, x in self.ordered(value))
+
+    def ordered(self, entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Returns the entries of an object in the order in which they are written."""
+        found = list(entries.items())
+        return sorted(found, key=lambda entry: entry[0].lower()) if self.is_sorted else found
 
 
 @dataclass
@@ -79,7 +86,7 @@ class LiteralRules:
     def entries(self, schema: dict[str, Any], write_key: Any) -> str:
         """Adds the rules of an object's entries, without brackets; returns the first one.
 
-        Entries follow the order of `properties`; optional ones may be absent.
+        Entries follow the notation's order of `properties`; optional ones may be absent.
 
         Raises:
           InvalidGrammarError: A keyword is not supported.
@@ -88,7 +95,7 @@ class LiteralRules:
         required = schema.get("required", [])
         values = [
             (f"{literal(write_key(key))} {self.value(part)}", key in required)
-            for key, part in schema.get("properties", {}).items()
+            for key, part in self.notation.ordered(schema.get("properties", {}))
         ]
         first = later = literal("")
         separator = literal(self.notation.separator)

@@ -43,6 +43,7 @@ FORMAT = CallFormat(
     marks=(PYTHON_TAG,),
     read_calls=read_calls,
     rules=rules,
-    other_text=r"/[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/",
+    other_text="other_text: OTHER_TEXT\n"
+    r"OTHER_TEXT: /[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/",
     write=write,
 )

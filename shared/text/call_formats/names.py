@@ -13,6 +13,9 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "deepseek_v31": ("deepseekv31",),
     "kimi_k2": (),
     "minimax_m2": ("minimax-m2",),
+    "harmony": ("gpt-oss", "openai"),
+    "gemma4": (),
+    "functiongemma": (),
 }
 """Values of `--tool-call-parser`, and other names of each format."""
 

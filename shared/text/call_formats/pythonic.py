@@ -159,6 +159,7 @@ FORMAT = CallFormat(
     marks=(_START, _END, PYTHON_TAG),
     read_calls=read_calls,
     rules=rules,
-    other_text=r"/[^\[<\s](.|\n)*/",
+    other_text="other_text: OTHER_TEXT\n"
+    r"OTHER_TEXT: /[^\[<\s](.|\n)*/",
     write=write,
 )

@@ -13,7 +13,7 @@ from shared.text.call_formats.call_format import (
     any_of,
 )
 from shared.text.call_formats.typed_parameters import ParameterTags, parameter_rules, written_value
-from shared.text.delimiters import CALL, CALL_END, THINK_END
+from shared.text.delimiters import CALL, CALL_END
 from shared.text.grammar_source import literal
 from shared.text.parsing import arguments as values
 from shared.text.parsing.output_parser import OutputBuilder, ParserStep, TextCursor
@@ -109,15 +109,15 @@ def _read_value(
     value = tag = ""
     while not tag and (char := (yield from source.next())):
         value += char
+        if output.is_thinking and value.endswith(output.reasoning_end):
+            source.put_back(output.reasoning_end)
+            return None
         if char != ">":
             continue
         if value.endswith(PARAMETER_END):
             whole = _trimmed(value.removesuffix(PARAMETER_END))
             if not output.are_calls_constrained or values.is_whole(whole, key, schemas):
                 return whole
-        if output.is_thinking and value.endswith(THINK_END):
-            source.put_back(THINK_END)
-            return None
         if not output.are_calls_constrained:
             tag = yield from _later_tag(source, value, openings)
     source.put_back(tag)

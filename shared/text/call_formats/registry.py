@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from shared.text.call_formats import (
     deepseek_v3,
     deepseek_v31,
+    functiongemma,
+    gemma4,
     glm45,
     granite,
+    harmony,
     hermes,
     kimi_k2,
     llama3,
@@ -19,11 +22,11 @@ from shared.text.call_formats import (
     qwen3_coder,
 )
 from shared.text.call_formats.call_format import CallFormat
-from shared.text.delimiters import THINK, THINK_END
+from shared.text.reasoning_formats import REASONING_FORMATS
 
 _MODULES = (
     *(hermes, qwen3_coder, llama3, pythonic, mistral, glm45, granite, phi4),
-    *(deepseek_v3, deepseek_v31, kimi_k2, minimax_m2),
+    *(deepseek_v3, deepseek_v31, kimi_k2, minimax_m2, harmony, gemma4, functiongemma),
 )
 
 FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for module in _MODULES}
@@ -33,4 +36,5 @@ FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for modul
 def marks_of(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
     """Returns the delimiters that the parsers of a server read; none without a parser."""
     of_calls = () if tool_call_parser is None else FORMATS[tool_call_parser].marks
-    return (*of_calls, *(() if reasoning_parser is None else (THINK, THINK_END)))
+    of_reasoning = () if reasoning_parser is None else REASONING_FORMATS[reasoning_parser].marks
+    return tuple(dict.fromkeys(of_calls + of_reasoning))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.text.call_formats.call_format import CallableFunction, object_schema, to_json
-from shared.text.delimiters import THINK_END
 from shared.text.grammar_source import InvalidGrammarError, literal, schema_rule
 from shared.text.json_schema_refs import UnsupportedKeyword, resolve_ref, standalone, unquoted
 from shared.text.parsing import arguments as values
@@ -75,6 +74,9 @@ def _read_value(
     text = ""
     while char := (yield from source.next()):
         text += char
+        if output.is_thinking and text.endswith(output.reasoning_end):
+            source.put_back(output.reasoning_end)
+            return None
         if char != ">":
             continue
         value = text.removesuffix(end)
@@ -82,9 +84,6 @@ def _read_value(
             not output.are_calls_constrained or values.is_whole(value, key, schemas)
         ):
             return value
-        if output.is_thinking and text.endswith(THINK_END):
-            source.put_back(THINK_END)
-            return None
     return None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from shared.text.delimiters import THINK_END
 from shared.text.parsing.delta import Delta, ToolCallDelta
 
 Result = TypeVar("Result")
@@ -37,6 +38,7 @@ class OutputBuilder:
       num_malformed: Calls that began with a tag and were returned as text, in whole or in part.
       new_id: Returns an id for a call that has none.
       is_thinking: Text is reasoning, until a call begins.
+      reasoning_end: Closing tag of the reasoning.
       was_cut: The text ended at `max_tokens`.
     """
 
@@ -52,6 +54,7 @@ class OutputBuilder:
         self.num_calls = self.num_whole = self.num_malformed = 0
         self.new_id = lambda: f"call_{uuid.uuid4().hex}"
         self.is_thinking = False
+        self.reasoning_end = THINK_END
         self.was_cut = False
         self.max_calls = max_calls
         self._follows_call = False
