@@ -99,7 +99,8 @@ def sampling_layout(kind: type, capacity: BackendLimits) -> dict[str, tuple[tupl
       TypeError: A field has a dtype that is not in `DTYPES`, or an axis without a bound in
         `capacity`.
     """
-    bounds = {"M": capacity.max_stop_ids, "K": capacity.max_bias, "S_max": capacity.max_calibrated}
+    bounds = {"M": capacity.max_stop_ids, "K": capacity.max_bias}
+    bounds |= {"paths": 2, "S_max": capacity.max_calibrated}
     layout = {}
     for name, array in get_type_hints(kind).items():
         (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()

@@ -80,7 +80,7 @@ class ScheduledRows:
       shape: Draft shape of a decode and of a draft step.
       drafts: Host-built tree of each row of a decode; None otherwise.
       copies: N-gram drafts of each row to merge into the device's trees; None otherwise.
-      calibration: Acceptance probability of each row's path by depth, see
+      calibration: Acceptance probability of each row's paths by depth, see
         `shared.spec.sampling.Sampling`; None if unknown.
       corpus_nodes: For n-gram trees in `drafts` or `ngram_drafts`: returns the nodes of a row that
         come from an external corpus. None for all other trees.
@@ -98,7 +98,7 @@ class ScheduledRows:
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
     copies: NgramTrees | None = None
-    calibration: Float32[np.ndarray, "B S_max"] | None = None
+    calibration: Float32[np.ndarray, "B paths S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
     masks: BitmaskRows | None = None
 
@@ -134,7 +134,7 @@ class ScheduledRows:
         *,
         drafts: HostDraft | None = None,
         copies: NgramTrees | None = None,
-        calibration: Float32[np.ndarray, "B S_max"] | None = None,
+        calibration: Float32[np.ndarray, "B paths S_max"] | None = None,
         corpus_nodes: Callable[[int], list[int]] | None = None,
         masks: BitmaskRows | None = None,
     ) -> Self:

@@ -63,7 +63,7 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
         "stop_ids": stop_ids,
         "bias_ids": tuple(bias),
         "bias_values": tuple(bias.values()),
-        "calibration": (0.0,),
+        "calibration": ((0.0,), (0.0,)),
     }
     floats = {"temperature", "top_p", "min_p", "presence", "frequency", "repetition"}
     floats |= {"bias_values", "calibration"}

@@ -51,7 +51,7 @@ class Sampling(NamedTuple):
     stop_ids: Int[jax.Array, "B M"]
     bias_ids: Int[jax.Array, "B K"]
     bias_values: Float[jax.Array, "B K"]
-    calibration: Float[jax.Array, "B S_max"]
+    calibration: Float[jax.Array, "B paths S_max"]
 
     def rows(self, index: Int[jax.Array, " R"]) -> "Sampling":
         """Returns the parameters of the rows in `index`, which may repeat."""

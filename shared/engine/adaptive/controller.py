@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float32, Float64
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
 from shared.engine.adaptive.acceptance import AcceptanceModel
+from shared.engine.adaptive.branches import BranchRates
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.policy import Policy, PolicyInput
 from shared.engine.adaptive.tiers import Shapes, Tier
@@ -58,6 +59,7 @@ class AdaptiveController:
       shapes: Tiers and their shapes.
       costs: Current cost of each tier.
       acceptance: Acceptance estimates of requests.
+      branches: Acceptance off the first path of trees; None if no trees compete for verify rows.
       index: Always None: the device drafts.
 
     Raises:
@@ -77,6 +79,9 @@ class AdaptiveController:
         self.costs = Costs(table, self.shapes.batches, last_waits=True)
         self.acceptance = AcceptanceModel(self.shapes.tiers)
         self.acceptance.warm_up()
+        depth = max(tier.depth for tier in self.shapes.tiers)
+        has_branches = any(tier.share < 1 and tier.width > 1 for tier in self.shapes.tiers)
+        self.branches = BranchRates(depth) if has_branches else None
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
         self._trace, self.index = trace, None
@@ -114,7 +119,15 @@ class AdaptiveController:
         # Drafts of the batch compete for its verify rows.
         place = {request.request_id: i for i, request in enumerate(ready)}
         kept = survivals[[place[request.request_id] for request in requests]]
-        return ScheduledRows.decode(requests, shape, calibration=np.log(kept).astype(np.float32))
+        return ScheduledRows.decode(requests, shape, calibration=self._calibration(kept))
+
+    def _calibration(
+        self, survivals: Float64[np.ndarray, "B D"]
+    ) -> Float32[np.ndarray, "B paths D"]:
+        """Returns the log acceptance by depth on the first path, and below nodes off it."""
+        off_path = 0.0 if self.branches is None else self.branches.log_ratio()
+        first = np.log(survivals)
+        return np.stack([first, first + off_path], axis=1).astype(np.float32)
 
     def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, Float64[np.ndarray, "B D"]]:
         """Returns the policy's input for these requests, and their chains' acceptance probability
@@ -173,6 +186,14 @@ class AdaptiveController:
         deepest = self.shapes.tiers[tier].depth
         drafted = np.minimum(result.num_nodes[alive] - 1, deepest).astype(np.int64)
         drafted[accepted < 0] = 0  # a failed row gives no information
+        if self.branches is not None and self.shapes.tiers[tier].width > 1:
+            self.branches.learn(
+                parents=result.parents[alive],
+                drafts=result.drafts[alive],
+                num_nodes=result.num_nodes[alive],
+                tokens=result.tokens[alive],
+                accepted=accepted,
+            )
         places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
         self.acceptance.learn(places, tier, drafted, accepted)
 

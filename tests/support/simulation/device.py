@@ -95,14 +95,14 @@ class Known:
 
     value: StepResult
     ends: float
-    device: _Clock
+    device: Clock
 
     def result(self) -> StepResult:
         self.device.clock = max(self.device.clock, self.ends)
         return self.value
 
 
-class _Clock:
+class Clock:
     """A `shared.boundary.backend.Backend` of numbers; what its rows accept is a subclass's.
 
     Attributes:
@@ -142,21 +142,21 @@ class _Clock:
         counts, nodes = (
             self._prefill(plan, work) if isinstance(work, Prefill) else self._decode(plan)
         )
-        B, shape = plan.program.batch, plan.program.shape
+        B = plan.program.batch
         seconds = self._prompt_s
         if plan.program.work is StepKind.DECODE:
             seconds = self._decode_seconds(plan, nodes)
             seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
         self._ends = max(self._ends, self.clock) + seconds
-        zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
+        zeros, (drafts, parents) = np.zeros(B, np.int32), self._trees(plan)
         return Known(
             StepResult(
                 tokens=self._tokens(plan, counts),
                 counts=counts.astype(np.int32),
                 failed=zeros,
                 snapshot_saved=zeros,
-                drafts=trees,
-                parents=trees,
+                drafts=drafts,
+                parents=parents,
                 num_nodes=nodes.astype(np.int32),
                 logprobs=None,
                 scores=None,
@@ -170,6 +170,11 @@ class _Clock:
         """Returns the cost of a decode step."""
         batch = plan.program.batch
         return self._seconds(batch, Tier.of(plan.program.shape, batch))
+
+    def _trees(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Returns tokens and parents of the trees of the last step; zeros by default."""
+        trees = np.zeros((plan.program.batch, plan.program.shape.nodes), np.int32)
+        return trees, trees
 
     def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:
         """Returns the tokens of each row; called after its length has grown."""
@@ -193,7 +198,7 @@ def _chances(seed: int, block: int) -> Float[np.ndarray, "DRAWN MOST_DEPTH"]:
     return uniforms(np.full(DRAWN, seed, np.uint32), positions, MOST_DEPTH)
 
 
-class SimulatedBackend(_Clock):
+class SimulatedBackend(Clock):
     """Backend with device drafts that are accepted by a distribution.
 
     Args:
@@ -218,7 +223,7 @@ class SimulatedBackend(_Clock):
         most = np.minimum(plan.sampling.max_drafts, tier.depth)
         most = np.where(self._is_after_off[slots] | (slots == 0), 0, most)
         if shape.rows < len(slots) * shape.nodes:
-            most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
+            most = _granted(most, plan.sampling.calibration[:, 0], shape.rows - len(slots))
         seeds = plan.sampling.seed
         pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
         chance = np.stack([_chances(seed, at // DRAWN)[at % DRAWN] for seed, at in pairs])
@@ -234,7 +239,7 @@ class SimulatedBackend(_Clock):
         return counts, nodes
 
 
-class TextBackend(_Clock):
+class TextBackend(Clock):
     """Backend with given output texts; the host's drafts are compared with them.
 
     Args:

@@ -97,8 +97,8 @@ def block_trees(B: int, N: int, rng: np.random.Generator) -> np.ndarray:
     edges = scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True))
     zeros, ones = np.zeros(B, np.int32), np.ones(B, bool)
     tokens = np.zeros((B, 15, 1, 16), np.int32)
-    laws = edges[..., :16].astype(np.float32)
-    return best_prefixes.grow(zeros, tokens, laws, None, zeros + N, ones, N)[1]
+    edges = edges[..., :16].astype(np.float32)
+    return best_prefixes.grow(zeros, tokens, edges, None, zeros + N, ones, N)[1]
 
 
 def arguments(
