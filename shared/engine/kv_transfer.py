@@ -91,21 +91,17 @@ class KVTransfer:
 
     def match(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> int:
         """Returns the cached tokens after which a request with these tokens could start now."""
-        path = self._path(tokens, tenant, images)
-        page_size = self._capacity.page_size
-        most = (len(tokens) - 1) // page_size  # a request prefills at least one token
-        return self._cache.num_restorable(path[:most]) * page_size
+        return len(self._path(tokens, tenant, images)) * self._capacity.page_size
 
     def begin_export(
         self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]
     ) -> ExportJob | None:
-        """Begins to export the longest cached prefix of a sequence after which a request can start.
+        """Begins to export the longest cached prefix of a prompt after which its request can start.
 
         Returns:
           The job; None if there is no such prefix.
         """
         path = self._path(tokens, tenant, images)
-        path = path[: self._cache.num_restorable(path)]
         if not path:
             return None
         snapshot = path[-1].snapshot if self._cache.needs_snapshot else NO_SNAPSHOT
@@ -190,7 +186,10 @@ class KVTransfer:
         return self._cache.allocator.pools
 
     def _path(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> list[Node]:
-        return self._cache.tree.path(tenant, np.asarray(tokens, np.int32), images)
+        """Returns the longest cached prefix after which a request with these tokens can start."""
+        path = self._cache.tree.path(tenant, np.asarray(tokens, np.int32), images)
+        path = path[: (len(tokens) - 1) // self._capacity.page_size]  # it prefills a token or more
+        return path[: self._cache.num_restorable(path)]
 
     def _header(
         self,

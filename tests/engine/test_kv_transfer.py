@@ -85,6 +85,18 @@ def test_imported_prefix_is_cache_hit(kind, overlap):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_prompt_of_whole_pages_is_cache_hit(kind):
+    """The request prefills its last token, so a snapshot after the whole prompt is of no use."""
+    prompt = tokens(1, 192)
+    source, sink = filled(kind, prompt), make(kind)
+    record = exported(source, prompt)
+    imported(sink, record)
+    again = request(prompt)
+    serve(sink, again)
+    assert again.cached_tokens == record.num_tokens == (128 if "hybrid" in kind else 188)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_record_is_equal_for_any_step_size(kind):
     prompt = tokens(1, PROMPT)
     few, many = (exported(filled(kind, prompt, step_bytes=n), prompt) for n in (32, 1 << 20))

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import anthropic
-import numpy as np
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.golden_images import IMAGES, MODEL
-from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, byte_letters, serving
+from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, serving
 from tests.support.images import rgb, stored, url_of
-from tests.support.vlm import IMAGE, Prompt, pixels
+from tests.support.vlm import IMAGE
+from tests.support.vlm_servers import (
+    LONG,
+    ONE,
+    OTHER,
+    conversation,
+    folder_with_a_tokenizer,
+)
 
 TOKENS = 12
-SPECIAL_TOKENS = (
-    "<|image|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|end|>",
-)
-SPECIAL = {mark: IMAGE + number for number, mark in enumerate(SPECIAL_TOKENS)}
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{{ '<|image|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
-    "{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<|assistant|>"
-)
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
 CHAIN = [*NEXTN, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
@@ -61,23 +48,6 @@ SERVERS = [
 ]
 
 
-def folder_with_a_tokenizer(folder: Path) -> Path:
-    """Writes the golden model with a byte tokenizer; its last ids are special tokens."""
-    shutil.copy(MODEL / "model.safetensors", folder)
-    shutil.copy(MODEL / "config.json", folder)
-    settings = json.loads((IMAGES / "config.json").read_text())["preprocessor_config"]
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    letters = {letter: byte for byte, letter in enumerate(byte_letters()) if byte < IMAGE}
-    tokenizer = Tokenizer(models.BPE(vocab=letters | SPECIAL, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings_of_text = {"chat_template": TEMPLATE, "eos_token": SPECIAL_TOKENS[-1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_text))
-    return folder
-
-
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request, tmp_path_factory) -> Iterator[Server]:
     module, flags = request.param
@@ -85,22 +55,6 @@ def server(request, tmp_path_factory) -> Iterator[Server]:
     command = ["-m", module, "--model-path", str(folder), "--port", "0", *SMALL, *flags]
     with serving(command) as running:
         yield running
-
-
-def conversation(*parts: str | np.ndarray) -> tuple[list[dict[str, Any]], Prompt]:
-    """Returns a message as a client sends it, and its expected prompt."""
-    content = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": url_of(stored(rgb(part)))}}
-        for part in parts
-    ]
-    tokens = [list(part.encode()) if isinstance(part, str) else part for part in parts]
-    begun, ended = [SPECIAL["<|user|>"]], [SPECIAL["<|assistant|>"]]
-    return [{"role": "user", "content": content}], Prompt(begun, *tokens, ended)
-
-
-ONE, OTHER, LONG = pixels(3, 4, 1), pixels(3, 4, 2), pixels(2, 16, 3)
 
 
 def answer_to(server: Server, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
