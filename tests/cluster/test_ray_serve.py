@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -98,6 +99,64 @@ def test_ray_replica_restarts_and_nothing_remains(cluster):
         assert server.process.wait(90) == 0
     wait(lambda: not servers_of(module))
     assert left_in_ray() == ([], [])
+
+
+DEPLOYING = """
+import os, sys
+import ray
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+from ray import serve
+ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False)
+serve.start(proxy_location="Disabled")
+replicas = {"name": "ServerReplica", "num_replicas": int(sys.argv[1])}
+flags = ["--replicas=2", "--api-key=" + sys.argv[2]]
+application = {"name": "tandem", "route_prefix": None, "deployments": [replicas]}
+application |= {"import_path": "tests.support.ray_fake_servers:servers", "args": {"flags": flags}}
+schema = ServeDeploySchema(applications=[application])
+_get_global_client().deploy_apps(schema, _blocking=True)
+"""
+"""Deploys servers without a model as a config file does, with a number of replicas."""
+
+
+def deploy(replicas: int) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DEPLOYING, str(replicas), KEY]
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=START_S, check=True)
+
+
+def test_ray_scale_down_drains_replica(cluster):
+    """A replica with open streams is removed: all streams end whole, and the other one stays."""
+    module, events = "tests.support.fake_server", 150
+    deploy(2)
+    with serving(["-m", "shared.router", *ROUTER]) as server:
+        wait(lambda: num_ready(server) == 2)
+        before = servers_of(module)
+        with ThreadPoolExecutor(8) as threads:
+            streams = [threads.submit(stream_of, server, events) for _ in range(8)]
+            time.sleep(1)
+            deploy(1)
+            wait(lambda: len(servers_of(module)) == 1)
+            found = [each.result() for each in streams]
+        assert [len(each) for each in found] == [events + 1] * 8
+        assert {each[-1] for each in found} == {"[DONE]"}
+        assert set(servers_of(module)) < set(before)
+        for _ in range(5):
+            response = httpx.post(server.url + COMPLETIONS, json={}, headers=HEADERS, timeout=20)
+            assert response.status_code == 200
+        wait(lambda: num_ready(server) == 1)
+    code = "import os, ray; from ray import serve; ray.init(os.environ['RAY_ADDRESS']); "
+    subprocess.run([sys.executable, "-c", code + "serve.shutdown()"], timeout=90, check=True)
+    wait(lambda: not servers_of(module))
+
+
+def stream_of(server: Server, events: int) -> list[str]:
+    """Returns the data of all events of a stream of 50 ms an event."""
+    fields = {"stream": True, "max_tokens": events, "pace_s": 0.05}
+    with httpx.stream(
+        "POST", server.url + COMPLETIONS, json=fields, timeout=60, headers=HEADERS
+    ) as response:
+        return [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
 
 
 def test_config_file_deploys_servers_as_it_is(cluster):
