@@ -153,7 +153,7 @@ def _written_formats(text: str, answer: str) -> list[CallFormat]:
 
 def _calls_in(call_format: CallFormat, text: str) -> list[tuple[str, Any]]:
     schema = _TOOL["function"]["parameters"]
-    parser = new_parser(call_format.name, OutputBuilder({_FUNCTION: schema}, None, False), None)
+    parser = new_parser(call_format.name, OutputBuilder({_FUNCTION: schema}, None, True), None)
     calls = (parser.push(text) + parser.flush(was_cut=False)).tool_calls
     return [(call.name, read_object(call.arguments)) for call in calls]
 
