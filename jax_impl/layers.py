@@ -168,7 +168,9 @@ def output_and_mlp(
 
 def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None) -> NormedStream:
     """Adds the gated MLP of a layer to the residual stream."""
-    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, layer.feed.gate_up)
+    assert config.dense is not None  # a model with such layers has their config
+    eps, activation = config.input_norm_eps, config.dense.activation
+    x = linear.silu_and_mul_linear(stream, eps, layer.feed.gate_up, activation)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
@@ -197,7 +199,7 @@ def _added(
     if end_norm is None:
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
     x = all_gather.all_gather(stream.group, linear.product(x, weight))
-    return linear.added_norm(x, end_norm, config.rms_eps, stream)
+    return linear.added_norm(x, end_norm, config.rms_eps, stream)._replace(norm=norm)
 
 
 def write_keys(

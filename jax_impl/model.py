@@ -143,7 +143,7 @@ def forward(
         mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
         return output_and_mlp(config, layer, feed, mixed, stream, norm), carry
 
-    embedded = layers.embed_tokens(model.weights.embed, tokens, shown, config.embedding_factor)
+    embedded = layers.embed_tokens(model.weights.embed, tokens, shown, embedding_factor(model))
     norms = [block.layer.input_norm for block in model.blocks]
     # No GEMM reads the normed output of the last layer; any norm gives all layers one trace.
     norms.append(norms[-1])
@@ -167,12 +167,19 @@ def forward(
     return Forward(hidden, tuple(streams), pools)
 
 
+def embedding_factor(model: Model) -> float:
+    """Returns the multiplier of embeddings, rounded to their dtype if the model requires it."""
+    factor, embed = model.config.embedding_factor, model.weights.embed
+    return layers.rounded(factor, embed) if model.config.rounds_embedding_factor else factor
+
+
 def lm_head_input(model: Model, hidden: Hidden) -> Projection:
     """Returns the LM-head projection of this rank's vocabulary shard.
 
     Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
     """
-    return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
+    config = model.config
+    return Projection(hidden, model.weights.lm_head, config.logits_factor, config.logits_softcap)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:

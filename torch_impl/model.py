@@ -126,7 +126,7 @@ def forward(
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
-    embedded = layers.embed_tokens(weights.embed, tokens, shown, config.embedding_factor)
+    embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
         stream = counted(stream)
@@ -142,12 +142,19 @@ def forward(
     return Forward(hidden, tuple(streams))
 
 
+def embedding_factor(model: Model) -> float:
+    """Returns the multiplier of embeddings, rounded to their dtype if the model requires it."""
+    factor, embed = model.config.embedding_factor, model.weights.embed
+    return layers.rounded(factor, embed) if model.config.rounds_embedding_factor else factor
+
+
 def lm_head_input(model: Model, hidden: Hidden) -> Projection:
     """Returns the LM-head projection of this rank's vocabulary shard.
 
     Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
     """
-    return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
+    config = model.config
+    return Projection(hidden, model.weights.lm_head, config.logits_factor, config.logits_softcap)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:

@@ -18,3 +18,7 @@ class Activation(NamedTuple):
     kind: str = SILU
     alpha: float = 1.0
     limit: float = 0.0
+
+
+SILU_AND_MUL = Activation()
+"""Activation of most families."""

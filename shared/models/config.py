@@ -46,8 +46,11 @@ class ModelConfig:
       tied: True if the embedding is also the LM head.
       embedding_factor, residual_factor, logits_factor: Multipliers of embeddings, of mixer and MLP
         outputs, and of logits.
+      rounds_embedding_factor: True if that of embeddings is rounded to their dtype.
+      logits_softcap: Soft cap of logits: capped * tanh(logit / capped); None for none.
       zero_centered_norms: True if norms scale by 1 + weight (all but the GDN output norm).
       post_norm: True for post-norm: norms follow mixers and MLPs, and none precede them.
+      sandwich_norms: True if norms both precede and follow mixers and MLPs.
       fused_projections: True if the checkpoint fuses q, k and v into one tensor, and gate and up
         into another.
       mtp: MTP layers that the config names; None without any.
@@ -67,10 +70,13 @@ class ModelConfig:
     rms_eps: float
     tied: bool
     embedding_factor: float
+    rounds_embedding_factor: bool
     residual_factor: float
     logits_factor: float
+    logits_softcap: float | None
     zero_centered_norms: bool
     post_norm: bool
+    sandwich_norms: bool
     fused_projections: bool
     mtp: MtpLayers | None
     drafts_trees: bool
@@ -85,7 +91,7 @@ class ModelConfig:
             parts = [each.config for each in (*self.groups, *self.mlp_groups)]
             if sum(isinstance(part, unique) for part in parts) > 1:
                 raise ValueError(f"{plural} of different sizes are not supported")
-        if self.experts and (self.post_norm or self.residual_factor != 1):
+        if self.experts and (self.ends_with_norms or self.residual_factor != 1):
             raise ValueError(
                 "MoE layers with post-norms or with a residual multiplier are not supported"
             )
@@ -133,6 +139,11 @@ class ModelConfig:
     def norm_centre(self) -> float:
         """Constant added to the stored weight of a norm."""
         return 1.0 if self.zero_centered_norms else 0.0
+
+    @property
+    def ends_with_norms(self) -> bool:
+        """True if norms follow mixers and MLPs."""
+        return self.post_norm or self.sandwich_norms
 
     @property
     def input_norm_eps(self) -> float | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.models import config_classes, mtp
-from shared.models.activation import SWIGLU_OAI
+from shared.models.activation import GELU_TANH, SWIGLU_OAI
 from shared.models.config import ModelConfig
 from shared.models.config_fields import (
     MOST_NAMED,
@@ -18,22 +18,23 @@ from shared.models.config_fields import (
     positive,
     word,
 )
-from shared.models.experts import Routing, refuse_other_experts
+from shared.models.experts import Routing
 from shared.models.family import BIASES, Family, SlidingWindowRule
-from shared.models.formats.registry import encoding_of, refuse_other_quantisation
+from shared.models.formats.registry import encoding_of
 from shared.models.formats.weight_format import TensorEncoding
 from shared.models.layer_fields import (
-    SLIDING,
     read_attention,
     read_factor,
     read_latent_attention,
     read_layers,
+    read_softcap,
     rotary_settings,
 )
 from shared.models.mlp import ExpertTensors
 from shared.models.model_folder import ModelFolder
 from shared.models.mtp import MtpLayers
 from shared.models.rotary import RotaryConfig
+from shared.models.unsupported_fields import refuse_unsupported
 from shared.models.vision_config import VisionConfig, read_vision
 
 _GROUPED = Routing(
@@ -65,6 +66,26 @@ GLM4_MOE_LITE = replace(
     name="glm4_moe_lite",
     of=config_classes.GLM4_MOE_LITE,
     routing=replace(_GROUPED, reads_types=True),
+)
+GEMMA2 = Family(
+    "gemma2",
+    config_classes.GEMMA2,
+    biases=BIASES[:1],
+    sliding_window=SlidingWindowRule.BY_TYPES,
+    full_attention_interval=2,
+    scales_embeddings=True,
+    has_query_scalar=True,
+    has_softcaps=True,
+    zero_centered=True,
+    sandwich_norms=True,
+    activation=GELU_TANH,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    name="gemma3",
+    of=config_classes.GEMMA3,
+    qk_norm=True,
+    full_attention_interval=6,
 )
 _OAI_EXPERTS = ExpertTensors(
     router="mlp.router",
@@ -131,6 +152,8 @@ SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, nope_layers=T
 
 FAMILIES = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "GptOssForCausalLM": GPT_OSS,
@@ -157,6 +180,9 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
@@ -185,8 +211,13 @@ ARCHITECTURES = {
 }
 """Architecture of a `model_type`, for a config.json without `architectures`."""
 
-VLM_ARCHITECTURES = {"Mistral3ForConditionalGeneration"}
-"""Vision-language architectures whose `text_config` determines the family."""
+VLM_ARCHITECTURES = {
+    "Gemma3ForConditionalGeneration": (config_classes.GEMMA3_OUTER, "gemma3_text"),
+    "Mistral3ForConditionalGeneration": (config_classes.MISTRAL3, "mistral"),
+}
+"""Vision-language architectures whose `text_config` determines the family: the config class around
+it, and the `model_type` of a `text_config` without one.
+"""
 
 UNSUPPORTED = {
     "DeepseekV2ForCausalLM": "a router with softmax scores and groups by their maximum",
@@ -202,11 +233,6 @@ UNSUPPORTED = {
 
 HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
 """Substrings of architecture names that are draft heads, not models."""
-
-OUTER = {True: config_classes.MISTRAL3, False: config_classes.QWEN3_5_OUTER}
-"""Config class around a `text_config`: for architectures in `VLM_ARCHITECTURES`, and for all
-others.
-"""
 
 
 def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
@@ -244,7 +270,7 @@ def config_from_dict(
     family = _family(config)
     stated = object_of(config, "text_config") if "text_config" in config else config
     text = family.of.completed(stated)
-    _refuse_unsupported(config, text, family)
+    refuse_unsupported(config, text, family)
     text["rope_parameters"] = rotary_settings(stated, family)
     longest = context_length or positive(text, "max_position_embeddings")
     read = read_latent_attention if family.has_latent_attention else read_attention
@@ -256,17 +282,26 @@ def config_from_dict(
         layers=read_layers(text, family, attention, longest),
         rms_eps=number(text, "rms_norm_eps"),
         tied=_is_tied(config, stated, family),
-        embedding_factor=read_factor(text, family, "embedding_multiplier"),
+        embedding_factor=_embedding_factor(text, family),
+        rounds_embedding_factor=family.scales_embeddings,
         residual_factor=read_factor(text, family, "residual_multiplier"),
         logits_factor=1 / read_factor(text, family, "logits_scaling"),
-        zero_centered_norms=family.is_hybrid,
+        logits_softcap=read_softcap(text, family, "final_logit_softcapping"),
+        zero_centered_norms=family.is_hybrid or family.zero_centered,
         post_norm=family.post_norm,
+        sandwich_norms=family.sandwich_norms,
         fused_projections=family.fused_projections,
         mtp=_read_mtp(text, family),
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
     )
+
+
+def _embedding_factor(text: Json, family: Family) -> float:
+    if family.scales_embeddings:
+        return positive(text, "hidden_size") ** 0.5
+    return read_factor(text, family, "embedding_multiplier")
 
 
 def _read_mtp(text: Json, family: Family) -> MtpLayers | None:
@@ -284,7 +319,8 @@ def _is_tied(config: Json, stated: Json, family: Family) -> bool:
     field = "tie_word_embeddings"
     if stated is config:
         return flag(family.of.completed(config), field)
-    outer = OUTER[VLM_ARCHITECTURES & {*_architectures(config)} != set()]
+    named = [VLM_ARCHITECTURES[x][0] for x in _architectures(config) if x in VLM_ARCHITECTURES]
+    outer = (*named, config_classes.QWEN3_5_OUTER)[0]
     return flag(config, field, flag(stated, field) or outer.fields[field])
 
 
@@ -339,13 +375,14 @@ def _architectures(config: Json) -> list[str]:
 
 def _family(config: Json) -> Family:
     names = _architectures(config)
-    if VLM_ARCHITECTURES & {*names}:
+    if outer := [name for name in names if name in VLM_ARCHITECTURES]:
         if "text_config" not in config:
             raise ValueError(
                 f"config.json of {', '.join(names)} has no text_config; copy the field from the "
                 "config.json of the published model"
             )
-        inner = word(object_of(config, "text_config"), "model_type", "mistral")
+        usual = VLM_ARCHITECTURES[outer[0]][1]
+        inner = word(object_of(config, "text_config"), "model_type", usual)
         names = [ARCHITECTURES.get(inner, inner)]
     for name in names:
         if name in FAMILIES:
@@ -365,33 +402,6 @@ def _family(config: Json) -> Family:
         f"architectures in config.json is {named}, which is not supported; "
         f"serve one of {', '.join(FAMILIES)}"
     )
-
-
-def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
-    """Raises an error for settings that would change the forward pass and are not implemented."""
-    for source in (config, text):
-        if quantisation := object_of(source, "quantization_config"):
-            refuse_other_quantisation(quantisation)
-    refuse_other_experts(text, family.routing, family.name)
-    slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
-    if slides and family.sliding_window in (SlidingWindowRule.NEVER, SlidingWindowRule.BY_SIZE):
-        raise ValueError(
-            "sliding-window attention (use_sliding_window, layer_types) is not supported in a "
-            f"{family.name} model; use a checkpoint without it"
-        )
-    for field in (*BIASES, "mtp_use_dedicated_embeddings"):
-        if flag(text, field) and field not in family.biases:
-            raise ValueError(
-                f"{field}: true is not supported; use a checkpoint with {field}: false"
-            )
-    if text["hidden_act"] not in ("silu", "swish"):
-        raise ValueError(f"hidden_act must be silu, got {text['hidden_act']!r}")
-    if text.get("output_gate_type", "silu") not in ("silu", "swish"):
-        raise ValueError(f"output_gate_type must be silu, got {text['output_gate_type']!r}")
-    if count(text, "mtp_num_hidden_layers") > 1:
-        raise ValueError(
-            f"mtp_num_hidden_layers must be 0 or 1, got {text['mtp_num_hidden_layers']}"
-        )
 
 
 def _context_length(text: Json, rotary: RotaryConfig) -> int:

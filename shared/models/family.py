@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from shared.models.activation import SILU
 from shared.models.config_classes import ConfigClass
 from shared.models.experts import Routing
 from shared.models.mtp import MtpFormat
@@ -39,6 +40,12 @@ class Family:
       full_attention_interval: Without `layer_types`, layers of which the last one has full
         attention, in a family with sliding windows `BY_TYPES`.
       has_sinks: See `AttentionConfig`.
+      scales_embeddings: True if embeddings are multiplied by the root of the hidden size, rounded
+        to the dtype of the model.
+      has_query_scalar: True if `query_pre_attn_scalar` defines the scale of attention scores.
+      has_softcaps: True if fields cap attention scores and logits softly.
+      zero_centered, sandwich_norms: See `ModelConfig`; hybrid families are zero-centred, too.
+      activation: Kind of activation of dense MLPs.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
       norms_by_flag: True if `use_qk_norm` enables QK norms.
@@ -63,6 +70,12 @@ class Family:
     post_norm: bool = False
     full_attention_interval: int = 4
     has_sinks: bool = False
+    scales_embeddings: bool = False
+    has_query_scalar: bool = False
+    has_softcaps: bool = False
+    zero_centered: bool = False
+    sandwich_norms: bool = False
+    activation: str = SILU
     scales_full_layers: bool = False
     routing: Routing | None = None
     norms_by_flag: bool = False

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from shared.models.activation import Activation
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
@@ -54,6 +55,11 @@ def rotary_settings(stated: Json, family: Family) -> dict[str, dict[str, Any]]:
       ValueError: Two spellings of a setting have different values.
     """
     full, sliding = (completed_settings(stated, family.of, kind) for kind in (FULL, SLIDING))
+    if family.of.local_theta is not None and not are_nested(stated):
+        sliding = {"rope_type": "default", "rope_theta": family.of.local_theta}
+        sliding |= {"partial_rotary_factor": family.of.rotated}
+        if stated.get("rope_local_base_freq") is not None:
+            sliding["rope_theta"] = stated["rope_local_base_freq"]
     if family.scales_full_layers and not are_nested(stated):
         kept = ("rope_theta", "partial_rotary_factor")
         sliding = {"rope_type": "default", **{name: full[name] for name in kept}}
@@ -84,10 +90,10 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         rotary=rotary,
         query_scaling_beta=read_query_scaling(rope, rotary) if family.scales_queries else 0.0,
         window=None,
-        scale=read_factor(text, family, "attention_multiplier") if family.has_factors else None,
+        scale=_read_scale(text, family),
         has_kv=True,
         has_sinks=family.has_sinks,
-        softcap=None,
+        softcap=read_softcap(text, family, "attn_logit_softcapping"),
     )
 
 
@@ -135,6 +141,18 @@ def read_factor(text: Json, family: Family, field: str) -> float:
     return number(text, field) if family.has_factors else 1.0
 
 
+def read_softcap(text: Json, family: Family, field: str) -> float | None:
+    """Returns a soft cap; None without one."""
+    return number(text, field) if family.has_softcaps and text[field] is not None else None
+
+
+def _read_scale(text: Json, family: Family) -> float | None:
+    """Returns the multiplier of attention scores; None for that of the head size."""
+    if family.has_query_scalar:
+        return number(text, "query_pre_attn_scalar") ** -0.5
+    return read_factor(text, family, "attention_multiplier") if family.has_factors else None
+
+
 def read_layers(
     text: Json, family: Family, attention: SelfAttentionConfig, context_length: int
 ) -> tuple[LayerConfig, ...]:
@@ -173,7 +191,11 @@ def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
         found[True] = read_experts(text, family.routing)
     if False in sparse:
         width = positive(text, "intermediate_size")
-        found[False] = MLPConfig(intermediate=width, bias=flag(text, "mlp_bias"))
+        found[False] = MLPConfig(
+            intermediate=width,
+            bias=flag(text, "mlp_bias"),
+            activation=Activation(family.activation),
+        )
     return [found[each] for each in sparse]
 
 
@@ -210,6 +232,8 @@ def _layer_types(text: Json, family: Family) -> list[str]:
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
     if family.sliding_window is SlidingWindowRule.BY_TYPES and types is None:
         interval = family.full_attention_interval
+        if (field := "sliding_window_pattern") in family.of.extras:
+            interval = positive(text, field)
         types = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers

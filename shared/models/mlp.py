@@ -17,17 +17,19 @@ from shared.models.stacks import BIAS, StackSettings, bias, stack
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Gated MLP: silu(gate) * up with `intermediate` columns, then a projection to the hidden size.
+    """Gated MLP: gate and up with `intermediate` columns, then a projection to the hidden size.
 
     Attributes:
       intermediate: Width of gate and up.
       bias: True if all three projections have a bias.
+      activation: Activation of gate, times up.
     """
 
     kind: ClassVar[str] = "mlp"
 
     intermediate: int
     bias: bool
+    activation: Activation
 
     @property
     def sizes(self) -> Self:

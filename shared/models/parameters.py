@@ -94,6 +94,7 @@ def decoder_parameters(
     like = config.layers if like is None else like
     mixers, mlps = group([each.mixer for each in like]), group([each.mlp for each in like])
     norms, centre = NORMS_BEHIND if config.post_norm else NORMS, config.norm_centre
+    norms = NORMS_AROUND if config.sandwich_norms else norms
     tensors = [norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()]
     for each in (*mlps, *sorted(mixers, key=lambda group: group.name)):
         of_group = [layers[i] for i in each.layers]
@@ -109,7 +110,11 @@ NORMS_BEHIND = {
     "mixer_end_norm": "post_attention_layernorm.weight",
     "feed_end_norm": "post_feedforward_layernorm.weight",
 }
-"""Norms of a decoder layer by our names: before its mixer and its MLP, or behind them."""
+NORMS_AROUND = NORMS_BEHIND | {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "pre_feedforward_layernorm.weight",
+}
+"""Norms of a decoder layer by our names: before its mixer and its MLP, after them, or both."""
 
 
 def _mtp_parameters(config: ModelConfig, mtp: MtpLayers) -> list[Parameter]:

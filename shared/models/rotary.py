@@ -146,9 +146,10 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
         if not any(object_of(text, name) for name in OBJECTS):
             text[OBJECTS[1]] = default
     original = of.fields.get("original_max_position_embeddings")
+    is_local = of.local_theta is not None and layer_type == LAYER_TYPES[1]
     return {
         "rope_type": "default",
-        "rope_theta": of.theta,
+        "rope_theta": of.local_theta if is_local else of.theta,
         "partial_rotary_factor": of.rotated,
         "mrope_interleaved": bool(of.sections),
         "mrope_section": of.sections,

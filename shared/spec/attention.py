@@ -224,7 +224,7 @@ def attend(
       sinks: Logit of each query head that is part of each row's softmax, once, and has no value, so
         that the weights of a row add up to less than 1; None for none.
 
-    Source of sinks: gpt-oss model card, arXiv:2508.10925; of soft caps: Gemma 2, arXiv:2408.00118.
+    Source of sinks: gpt-oss model card, arXiv:2508.10925.
     """
     R, Hq, D = q.shape
     Hk = k_pages.shape[2]
@@ -238,7 +238,7 @@ def attend(
     scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True)
     scores = scores * np.float32(D**-0.5 if scale is None else scale)
     if softcap is not None:
-        scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
+        scores = layers.softcap(scores, softcap)
     scores = np.where(visible[:, None, None, :, 0, 0], scores, -np.inf)
     highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.float32(-1e30))
     if sinks is not None:

@@ -34,6 +34,14 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return x * sigmoid(x)
 
 
+def softcap(x: Float[np.ndarray, "..."], capped: float) -> Float[np.ndarray, "..."]:
+    """Computes a soft cap: capped * tanh(x / capped).
+
+    Source: Gemma 2, arXiv:2408.00118.
+    """
+    return np.float32(capped) * np.tanh(x / np.float32(capped))
+
+
 def act_and_mul(
     gate: Float[np.ndarray, "..."], up: Float[np.ndarray, "..."], activation: Activation
 ) -> Float[np.ndarray, "..."]:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec import fp8_activations, layers
@@ -197,13 +198,16 @@ def added_norm(
 
 
 def silu_and_mul_linear(
-    stream: NormedStream, eps: float | None, weight: Matrix
+    stream: NormedStream,
+    eps: float | None,
+    weight: Matrix,
+    activation: Activation = SILU_AND_MUL,
 ) -> Float[np.ndarray, "R intermediate"]:
-    """Computes silu(gate) * up of the normed rows; the weight contains the gate rows, then the up
-    rows.
+    """Computes the activation of the normed rows, usually silu(gate) * up; the weight contains the
+    gate rows, then the up rows.
     """
     gate, up = np.split(rmsnorm_linear(stream, eps, weight), 2, axis=-1)
-    return layers.silu(gate) * up
+    return layers.act_and_mul(gate, up, activation)
 
 
 def _times(x: Float[np.ndarray, "R outputs"], factor: float) -> Float[np.ndarray, "R outputs"]:

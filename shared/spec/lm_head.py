@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.spec import linear, sampling
+from shared.spec import layers, linear, sampling
 from shared.spec.linear import Matrix
 from shared.spec.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
 
@@ -29,16 +29,19 @@ class Projection:
       rows: Hidden states.
       weight: LM head, one row per token.
       factor: Multiplier of the logits.
+      softcap: Soft cap of the logits; None for none.
     """
 
     rows: Float[np.ndarray, "R hidden"]
     weight: Matrix
     factor: float = 1.0
+    softcap: float | None = None
 
 
 def scores(projection: Projection) -> Float[np.ndarray, "R vocab"]:
     """Computes all logits in float32."""
-    return linear.product_float32(projection.rows, projection.weight, projection.factor)
+    found = linear.product_float32(projection.rows, projection.weight, projection.factor)
+    return found if projection.softcap is None else layers.softcap(found, projection.softcap)
 
 
 def needs_logits(

@@ -165,7 +165,8 @@ def forward(
 def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
     """Computes the LM head; a tied model uses its embedding."""
     head = Matrix.plain(weights.get("lm_head", weights["embed"]))
-    return linear.product_float32(hidden, head, config.logits_factor)
+    found = linear.product_float32(hidden, head, config.logits_factor)
+    return found if config.logits_softcap is None else layers.softcap(found, config.logits_softcap)
 
 
 def matrix(weights: Weights, name: str, layer: int) -> Matrix:
@@ -333,7 +334,7 @@ def mlp_layer(
         experts = experts_of(weights, name, index)
         return added_experts(stream, config.rms_eps, mlp, experts, norm)
     gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
-    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up)
+    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
 
 
@@ -378,10 +379,11 @@ def _added(
     norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
     """Adds a product to the stream, after a post-norm if the model has one."""
-    if not config.post_norm:
+    if not config.ends_with_norms:
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
     scales = scale(config, weights[norm_behind][layer])
-    return linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
+    added = linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
+    return replace(added, norm=norm)
 
 
 def _replaced(kv: KV, layer: int, planes: Sequence[Float[np.ndarray, "P page H D"]]) -> KV:

@@ -11,6 +11,7 @@ import torch
 
 from kernels.pallas_gpu.gemm import linear_sm90
 from kernels.tiles import LinearTiles
+from shared.models.activation import GELU_TANH, SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
@@ -53,12 +54,13 @@ def multiply(
     added: np.ndarray | None = None,
     norm: np.ndarray | None = None,
     is_gated: bool = False,
+    activation: Activation = SILU_AND_MUL,
     bias: np.ndarray | None = None,
     factor: float = 1.0,
     cut: LinearTiles | None = None,
     first: int = 0,
 ) -> Arrays:
-    how = {"eps": EPS, "is_gated": is_gated, "factor": factor}
+    how = {"eps": EPS, "is_gated": is_gated, "activation": activation, "factor": factor}
     how |= {"order": SQUARES, "tiles": cut or tiles(), "format": PLAIN}
     module = KERNELS[language]["linear"]
     if language == "triton":
@@ -162,8 +164,8 @@ def test_linear_bias_and_scale_match_spec(shaped: tuple[str, bool], language: st
     (got,) = multiply(language, x, weight.values, first=N // 2, **given)
     np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
     how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
-    (got,) = multiply(language, x, gates.values, **how)
-    want = spec.silu_and_mul_linear(NormedStream(x), EPS, gates)
+    (got,) = multiply(language, x, gates.values, activation=Activation(GELU_TANH), **how)
+    want = spec.silu_and_mul_linear(NormedStream(x), EPS, gates, Activation(GELU_TANH))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added = normal(3, R, N)
     got, sums = multiply(language, x, weight.values, added=added, factor=0.22, **given)

@@ -54,7 +54,8 @@ def test_config_class_defaults_equal_transformers(of):
     if rope is not None:
         assert made.items() >= rope.items()
     elif made and "full_attention" in made:
-        assert {each["rope_theta"] for each in made.values()} == {of.theta}
+        bases = {of.theta, of.theta if of.local_theta is None else of.local_theta}
+        assert {each["rope_theta"] for each in made.values()} == bases
     elif made:
         assert made["rope_theta"] == of.theta
         assert made.get("partial_rotary_factor", 1.0) == of.rotated

@@ -59,6 +59,8 @@ LATENT: dict[str, Any] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "gemma2": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
     "glm4_moe_lite": LATENT,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 8},
@@ -117,6 +119,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, switched": (
         "glm4_moe",
         {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "gemma2, other scalar": ("gemma2", {"query_pre_attn_scalar": 24, "head_dim": 32}),
+    "gemma3, other bases": (
+        "gemma3_text",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": _TWO_BASES,
+        },
     ),
     "gpt_oss, rounded yarn, no windows": (
         "gpt_oss",

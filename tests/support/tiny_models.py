@@ -23,7 +23,10 @@ from shared.models.saving import save_checkpoint
 from shared.models.stacks import BIAS
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
-DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
+DENSE = (
+    *("gemma2", "gemma3", "granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3"),
+    *("qwen2", "smollm3"),
+)
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
@@ -106,6 +109,24 @@ _SWITCHED: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.5,
         "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 12,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "llama_bias": {"attention_bias": True, "mlp_bias": True},
     "mistral": {

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Float, Int
 
@@ -77,6 +78,11 @@ def embed_tokens(
     if shown is None:
         return own
     return jnp.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
+
+
+def rounded(number: float, like: Array) -> float:
+    """Returns a number rounded to the dtype of an array."""
+    return float(np.asarray(number, like.dtype))
 
 
 def plain_rms_norm(
@@ -150,6 +156,11 @@ def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
 
 
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def softcap(x: Array, capped: float) -> Array:
+    """Computes a soft cap: capped * tanh(x / capped)."""
+    return capped * jnp.tanh(x / capped)
 
 
 def act_and_mul(gate: Array, up: Array, activation: Activation) -> Array:

@@ -27,6 +27,7 @@ from jax_impl.ops import (
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec.reduction_order import SQUARES
@@ -36,8 +37,7 @@ class Matrix(NamedTuple):
     """Stored weight `[out, in]` with an optional bias.
 
     Attributes:
-      format: Format of the planes.
-      planes: Arrays of the weight by name, see `shared.models.formats`.
+      format, planes: Format, and arrays of the weight by name; see `shared.models.formats`.
       layer: Index of the weight if the planes are stacks `[layers, out, in]`; `bias` is a stack
         then. A kernel reads the stack in place; a slice would be copied.
     """
@@ -106,14 +106,9 @@ def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
 
 
 class NormedStream(NamedTuple):
-    """Residual stream between two operations of a layer.
+    """Residual stream between two operations of a layer; see the specification.
 
     Attributes:
-      norm: Scale of the next norm; None if the rows are not scaled.
-      scaled: Rows times that scale, stored by kernels for the next GEMM.
-      squares: Sum of squares of each chunk of a row, stored by kernels for the next norm.
-      count: Number of valid rows, which come first; None for all.
-      arrivals: Zeros, in which MoE kernels count their programs; they reset them to zero.
       group: Tensor-parallel group; each rank computes its columns. All ranks have whole rows, or
         their own columns and whole `scaled` and `squares`.
     """
@@ -246,7 +241,7 @@ def plain_rmsnorm_linear(
 def kernel_rmsnorm_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    return _normed(kernels, stream, eps, weight, is_gated=False)
+    return _normed(kernels, stream, eps, weight, None)
 
 
 rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
@@ -321,20 +316,24 @@ def added_norm(
 
 
 def plain_silu_and_mul_linear(
-    stream: NormedStream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[jax.Array, "R intermediate"]:
-    """Computes silu(gate) * up of the normed rows; the weight holds gate rows, then up rows."""
+    """Computes the activation of the normed rows; the weight holds gate rows, then up rows."""
     gate, up = jnp.split(plain_rmsnorm_linear(stream, eps, weight), 2, axis=-1)
-    return all_gather.all_gather(stream.group, layers.silu(gate) * up)
+    return all_gather.all_gather(stream.group, layers.act_and_mul(gate, up, activation))
 
 
 def kernel_silu_and_mul_linear(
-    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float | None,
+    weight: Matrix,
+    activation: Activation = SILU_AND_MUL,
 ) -> Float[jax.Array, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
-        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
-    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+        return _normed(kernels, stream, eps, weight, activation, gather=exchange.next())
+    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
 
 
 silu_and_mul_linear = kernel_or_reference(
@@ -371,14 +370,15 @@ def _normed(
     stream: NormedStream,
     eps: float | None,
     weight: Matrix,
-    is_gated: bool,
+    activation: Activation | None,
     gather: Any = None,
 ) -> Float[jax.Array, "R outputs"]:
     """Computes the GEMM of the normed rows, or of the rows themselves without `eps`."""
+    how: dict[str, Any] = {"activation": activation, "gather": gather}
     if eps is None:
-        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
+        return _multiplied(kernels, stream.whole, weight, **how).rows
     stream = completed(kernels, stream)
-    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
+    how |= {"squares": stream.squares, "eps": eps}
     return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
@@ -409,7 +409,7 @@ def kernel_products(
     *,
     first: int = 0,
     out_type: np.dtype | type | None = None,
-    is_gated: bool = False,
+    activation: Activation | None = None,
     norm: Norm | None = None,
     **how: Any,
 ) -> tuple[Any, ...]:
@@ -418,8 +418,8 @@ def kernel_products(
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
-        outputs=(stored - first) // (2 if is_gated else 1),
-        gated=int(is_gated),
+        outputs=(stored - first) // (1 if activation is None else 2),
+        gated=int(activation is not None),
     )
     scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
@@ -435,7 +435,8 @@ def kernel_products(
         num_rows=num_rows,
         first=first,
         out_type=out_type,
-        is_gated=is_gated,
+        is_gated=activation is not None,
+        activation=activation or SILU_AND_MUL,
         bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
         norm=scale,
         norm_layer=scale_layer,
@@ -446,5 +447,4 @@ def kernel_products(
 
 
 def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
-    """Returns True if GEMMs of such arrays on a device read stacked weights."""
     return kernels_on(device) is not None and is_bfloat16(x)

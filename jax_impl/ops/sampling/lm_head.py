@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl import ops
 from jax_impl.ops import Kernels, is_bfloat16, kernel_or_reference
+from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, kernel_products, product_float32
 from jax_impl.ops.sampling import sampling
 from jax_impl.ops.sampling.gumbel_noise import Stream
@@ -27,11 +28,13 @@ class Projection(NamedTuple):
     rows: Float[jax.Array, "R hidden"]
     weight: Matrix
     factor: float = 1.0
+    softcap: float | None = None
 
 
 def scores(projection: Projection) -> Float[jax.Array, "R share"]:
     """Computes the logits of this rank's shard, float32."""
-    return product_float32(projection.rows, projection.weight, projection.factor)
+    found = product_float32(projection.rows, projection.weight, projection.factor)
+    return found if projection.softcap is None else layers.softcap(found, projection.softcap)
 
 
 def plain_choose(
@@ -97,7 +100,7 @@ def choose(
 ) -> SampledTokens:
     """Same as the specification; with a grammar mask the logits are computed first."""
     given = (seen, positions, params, request)
-    if allowed is None:
+    if allowed is None and projection.softcap is None:
         return _choose_from(projection, *given, vocabulary)
     return sampling.choose(scores(projection), *given, allowed, vocabulary)
 
@@ -170,6 +173,7 @@ def rank(
     """Same as the specification; not fused for a sharded LM head or for sampled drafts."""
     given = (projection, seen, positions, params, keys, stream, width)
     is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
+    is_other |= projection.softcap is not None
     if is_sampled or is_other or not vocabulary.group.is_single:
         return rank_apart(*given, is_sampled, columns, vocabulary)
     return _rank_from(*given, columns)

@@ -21,6 +21,7 @@ from kernels.pallas_gpu.collectives.all_gather import (
     all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
+from kernels.pallas_gpu.gemm.activation import act_and_mul
 from kernels.pallas_gpu.gemm.block_loaders import ResultBlock
 from kernels.pallas_gpu.gemm.dequantize import dequantize, is_packed
 from kernels.pallas_gpu.gemm.linear_launch import (
@@ -40,10 +41,10 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     store_partials,
 )
 from kernels.tiles import LinearTiles
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
-_LOG2_E = 1.4426950408889634
 _FEW_ROWS = 32
 """Rows of a tile that loads epilogue inputs before the main loop."""
 
@@ -62,6 +63,7 @@ def product(
     squares: Float[jax.Array, "R chunks"] | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    activation: Activation = SILU_AND_MUL,
     bias: Float[jax.Array, "L stored"] | None = None,
     factor: float = 1.0,
     added: Float[jax.Array, "R outputs"] | None = None,
@@ -95,7 +97,7 @@ def product(
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
         contains the rows times the norm's scale, and the squares are of the rows without it.
       eps: Epsilon of the norm.
-      is_gated: Whether the result is silu(gate) * up.
+      is_gated, activation: Whether the result is an activation of gate and up, and which one.
       bias: Stacked biases, added to each row of the product before gating.
       factor: Factor of the result, if it is not gated.
       added: Residual added to the result; the sums of squares per chunk are returned as well.
@@ -128,7 +130,7 @@ def product(
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
-    settings = GemmSettings(first, out_type, eps, is_gated, factor, order)
+    settings = GemmSettings(first, out_type, eps, is_gated, activation, factor, order)
     inputs = GemmInputs(
         scales=scales,
         row_scales=row_scales,
@@ -337,7 +339,7 @@ def _finished(sums, early, inputs, tile, K, N, settings):
         sums = _with_bias(sums, inputs.bias, tile, settings.first, N)
     out = sums[0]
     if settings.is_gated:
-        out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
+        out = act_and_mul(out, sums[1], settings.activation)
     if settings.factor != 1:
         out = out * settings.factor
     if inputs.added is not None:

@@ -17,6 +17,7 @@ from kernels.pallas_gpu.gemm.ptx import (
     inverse_root,
     plus,
     power_of_two,
+    product_of,
     sum_of,
     times,
 )
@@ -29,6 +30,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     key_of,
     score_of,
 )
+from shared.models.activation import GELU_TANH
 
 WIDE = 64
 """Rows that a warpgroup multiplies at once: the wide side of a WGMMA."""
@@ -247,7 +249,11 @@ class EpilogueOutputs:
             gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
         if not self._work.is_gated:
             return gate if self._work.factor == 1 else times(gate, self._work.factor)
-        return divided(gate, 1.0 + power_of_two(-gate * _LOG2_E)) * up[0]
+        inner = gate
+        if self._work.activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
+            cube = times(product_of(product_of(gate, gate), gate), 0.044715)
+            inner = times(sum_of(gate, cube), 1.5957691216057308)
+        return divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]
 
     def _bias(self, number, at):
         """Loads the bias of the columns of a part, of the gate or of the up projection."""

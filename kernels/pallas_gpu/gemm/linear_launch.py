@@ -13,6 +13,7 @@ from kernels.pallas_gpu.gemm.block_loaders import LOADERS
 from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, partial_shapes
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
+from shared.models.activation import Activation
 from shared.spec.reduction_order import SquaresOrder
 
 
@@ -86,6 +87,7 @@ class GemmSettings(NamedTuple):
     out_type: np.dtype | type
     eps: float
     is_gated: bool
+    activation: Activation
     factor: float
     order: SquaresOrder
 

@@ -51,6 +51,7 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     partial_shapes,
 )
 from kernels.tiles import LinearTiles
+from shared.models.activation import Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.models.formats.weight_format import first_row
 from shared.spec.reduction_order import SquaresOrder
@@ -116,7 +117,8 @@ def has_mosaic() -> bool:
 @functools.partial(
     jax.jit,
     static_argnames=(
-        *("num_rows", "first", "out_type", "eps", "is_gated", "factor", "order", "tiles"),
+        *("num_rows", "first", "out_type", "eps", "is_gated", "activation"),
+        *("factor", "order", "tiles"),
     ),
 )
 def linear_sm90(
@@ -132,6 +134,7 @@ def linear_sm90(
     squares: Float[jax.Array, "R chunks"] | None,
     eps: float,
     is_gated: bool,
+    activation: Activation,
     bias: Float[jax.Array, "L stored"] | None,
     factor: float,
     added: Float[jax.Array, "R outputs"] | None,
@@ -197,6 +200,7 @@ def linear_sm90(
         outputs=N,
         first=first,
         is_gated=is_gated,
+        activation=activation,
         factor=factor,
         eps=eps,
         order=order,

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels.pallas_gpu.gemm.linear_epilogue import PARTS, WIDE
 from kernels.pallas_gpu.gemm.ptx import multiplied_sum
 from kernels.tiles import LinearTiles
+from shared.models.activation import Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import SquaresOrder
 
@@ -36,7 +37,7 @@ class GemmTileWork:
 
     Attributes:
       operands, results: Their names, in order.
-      outputs, first, is_gated, factor, eps, order: Same as for `product`.
+      outputs, first, is_gated, activation, factor, eps, order: Same as for `product`.
       row_blocks, blocks: Row blocks of the result, and blocks in all.
       steps: Steps along the inputs.
     """
@@ -46,6 +47,7 @@ class GemmTileWork:
     outputs: int
     first: int
     is_gated: bool
+    activation: Activation
     factor: float
     eps: float
     order: SquaresOrder

@@ -35,6 +35,7 @@ from kernels.triton_gpu.gemm.linear_launch import (
 )
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
@@ -50,6 +51,7 @@ def product(
     squares: Float[Tensor, "R chunks"] | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    activation: Activation = SILU_AND_MUL,
     bias: Float[Tensor, " stored"] | None = None,
     factor: float = 1.0,
     added: Float[Tensor, "R outputs"] | None = None,
@@ -77,7 +79,7 @@ def product(
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
         contains the rows times the norm's scale, and the squares are of the rows without it.
       eps: Epsilon of the norm.
-      is_gated: Whether the result is silu(gate) * up.
+      is_gated, activation: Whether the result is an activation of gate and up, and which one.
       bias: Added to each row of the product before gating.
       factor: Factor of the result, if it is not gated.
       added: Residual added to the result; the sums of squares per chunk are returned as well.
@@ -101,7 +103,7 @@ def product(
     )
     how = {"is_gated": is_gated, "format": format, "is_wide": is_wide}
     tiling = GemmTiling.of(x, weight, scales, tiles, **how)
-    fused = FusedInputs(squares, eps, bias, factor, added, norm)
+    fused = FusedInputs(squares, eps, activation, bias, factor, added, norm)
     joins = None if tiling.tiles.persistent or is_wide else gather
     results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
     # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.

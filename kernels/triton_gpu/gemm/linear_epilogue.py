@@ -7,10 +7,11 @@ import triton.language as tl
 
 from kernels.triton_gpu.collectives.all_gather import receive_words, send_words, words_of
 from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
+from kernels.triton_gpu.gemm.activation import act_and_mul
 from kernels.triton_gpu.gemm.block_loaders import TileLoads
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, chunks_of, squares_of
+from shared.models.activation import Activation
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _FEW_ROWS = tl.constexpr(32)
 """Rows of a tile that loads epilogue inputs before the main loop, to hide their latency."""
 
@@ -58,6 +59,7 @@ class GemmSizes(NamedTuple):
 
     Attributes:
       is_biased, is_gated, is_added, is_scaled: Fused operations.
+      activation: Activation of gate and up.
       factor: Factor of a result that is not gated.
       leaves: Output blocks with LM-head partials; 0: the result is stored.
       box: Layout of the symmetric buffers for a fused all-gather; None: no gather, or a later one.
@@ -68,6 +70,7 @@ class GemmSizes(NamedTuple):
     K: int
     is_biased: bool
     is_gated: bool
+    activation: Activation
     is_added: bool
     is_scaled: bool
     factor: float
@@ -187,7 +190,8 @@ def finish(acc, up, early, args, tile, sizes: tl.constexpr, squares: tl.constexp
             up_at = args.bias + sizes.N + tile.column
             up += tl.load(up_at, mask=tile.is_column, other=0.0).to(tl.float32)[None, :]
     if sizes.is_gated:
-        acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
+        activation: tl.constexpr = sizes.activation
+        acc = act_and_mul(acc, up, activation)
     if sizes.factor != 1.0:
         acc = acc * sizes.factor
     if sizes.is_added:

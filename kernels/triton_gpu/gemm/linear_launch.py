@@ -27,6 +27,7 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     SquaresChunks,
 )
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs
+from shared.models.activation import Activation
 from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SquaresOrder
 
@@ -39,6 +40,7 @@ class FusedInputs(NamedTuple):
 
     squares: Tensor | None
     eps: float
+    activation: Activation
     bias: Tensor | None
     factor: float
     added: Tensor | None
@@ -264,6 +266,7 @@ class GemmResults(NamedTuple):
             K=tiling.K,
             is_biased=fused.bias is not None,
             is_gated=tiling.is_gated,
+            activation=fused.activation,
             is_added=fused.added is not None,
             is_scaled=self.scaled is not None,
             factor=fused.factor,

@@ -286,7 +286,11 @@ def _store(
         acc += bias.to(gl.float32)[None, :]
     if sizes.is_gated:
         gate, up = gl.split(gl.permute(gl.reshape(acc, (rows, 2, columns)), (0, 2, 1)))
-        acc = gate / (1.0 + gl.exp2(-gate * _LOG2_E)) * up
+        inner = gate
+        activation: gl.constexpr = sizes.activation
+        if activation.kind == "gelu_tanh":  # as in `activation.act_and_mul`
+            inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        acc = gate / (1.0 + gl.exp2(-inner * _LOG2_E)) * up
     if sizes.factor != 1.0:
         acc = acc * sizes.factor
     lines: gl.constexpr = _lines_layout(columns, warps)

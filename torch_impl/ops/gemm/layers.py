@@ -100,6 +100,11 @@ def embed_tokens(
     return torch.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
 
 
+def rounded(number: float, like: Float[Tensor, "..."]) -> float:
+    """Returns a number rounded to the dtype of a tensor."""
+    return torch.tensor(number, dtype=like.dtype).item()
+
+
 def plain_rms_norm(
     x: Float[Tensor, "... size"], weight: Float[Tensor, " size"] | None, eps: float
 ) -> Float[Tensor, "... size"]:
@@ -164,6 +169,10 @@ def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor,
 
 
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def softcap(x: Float[Tensor, "..."], capped: float) -> Float[Tensor, "..."]:
+    return capped * torch.tanh(x / capped)
 
 
 def act_and_mul(

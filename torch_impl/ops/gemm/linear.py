@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec.reduction_order import SQUARES
@@ -188,7 +189,7 @@ def plain_rmsnorm_linear(
 def kernel_rmsnorm_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
-    return _normed(kernels, stream, eps, weight, is_gated=False)
+    return _normed(kernels, stream, eps, weight, None)
 
 
 rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
@@ -250,19 +251,23 @@ def added_norm(
 
 
 def plain_silu_and_mul_linear(
-    stream: NormedStream, eps: float | None, weight: Matrix
+    stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = rmsnorm_linear(stream, eps, weight).chunk(2, dim=-1)
-    return all_gather.all_gather(stream.group, layers.silu(gate) * up)
+    return all_gather.all_gather(stream.group, layers.act_and_mul(gate, up, activation))
 
 
 def kernel_silu_and_mul_linear(
-    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float | None,
+    weight: Matrix,
+    activation: Activation = SILU_AND_MUL,
 ) -> Float[Tensor, "R intermediate"]:
     exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
     if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
-        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
-    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+        return _normed(kernels, stream, eps, weight, activation, gather=exchange.next())
+    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
 
 
 silu_and_mul_linear = kernel_or_reference(
@@ -296,14 +301,15 @@ def _normed(
     stream: NormedStream,
     eps: float | None,
     weight: Matrix,
-    is_gated: bool,
+    activation: Activation | None,
     gather: Any = None,
 ) -> Float[Tensor, "R outputs"]:
     """Computes the GEMM of the normed rows, or of the rows themselves without `eps`."""
+    how: dict[str, Any] = {"activation": activation, "gather": gather}
     if eps is None:
-        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
+        return _multiplied(kernels, stream.whole, weight, **how).rows
     stream = completed(kernels, stream)
-    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
+    how |= {"squares": stream.squares, "eps": eps}
     return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
@@ -325,7 +331,7 @@ def kernel_products(
     weight: Matrix,
     *,
     out_type: torch.dtype | None = None,
-    is_gated: bool = False,
+    activation: Activation | None = None,
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
@@ -333,8 +339,8 @@ def kernel_products(
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
-        outputs=weight.num_outputs // (2 if is_gated else 1),
-        gated=int(is_gated),
+        outputs=weight.num_outputs // (1 if activation is None else 2),
+        gated=int(activation is not None),
     )
     out_type = out_type or x.dtype
     if weight.format.quantizes_activations:
@@ -346,7 +352,8 @@ def kernel_products(
         row_scales,
         format=weight.format.name,
         out_type=out_type,
-        is_gated=is_gated,
+        is_gated=activation is not None,
+        activation=activation or SILU_AND_MUL,
         bias=weight.bias,
         order=SQUARES,
         tiles=tiles,

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
+from shared.models.activation import GELU_TANH, Activation
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding, scale_shape, spread
@@ -108,6 +109,11 @@ def gated_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     return normed_arguments(seed, R=R, K=K, N=2 * N)
 
 
+def gelu_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Same as `gated_arguments`, with the activation of Gemma."""
+    return gated_arguments(seed, R=R, K=K, N=N) | {"activation": Activation(GELU_TANH)}
+
+
 _MAKERS = {
     "product": product_arguments,
     "product_float32": product_arguments,
@@ -151,6 +157,17 @@ TABLE += [
     for function, cases in _LARGE.items()
     for name, (K, N) in cases.items()
     for R in _SOME_ROWS.get(name, _ROWS)
+]
+TABLE += [
+    OpCase(
+        op="linear",
+        function="silu_and_mul_linear",
+        name=f"GELU gate and up, {R} rows",
+        make=partial(gelu_arguments, R=R, K=2560, N=10240),
+        dtype="bfloat16",
+        is_large=True,
+    )
+    for R in (1, 32, 512)
 ]
 TABLE += [
     OpCase(
