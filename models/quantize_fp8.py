@@ -5,18 +5,13 @@ blocks of 128 x 128. A block's scale is the smallest bfloat16 number for which i
 fits; each value is the nearest to weight / scale, ties to even.
 """
 
-import argparse
-import json
-import shutil
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32, Shaped
-from safetensors.numpy import load_file, save_file
 
-from shared.models.checkpoint import INDEX_FILE, weight_files
-from shared.models.config_fields import read_json
+from models import quantized_copy
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 
@@ -61,36 +56,11 @@ def _rounded_up(scales: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."
 
 
 def write(folder: Path, out: Path) -> None:
-    """Writes the FP8 copy of a checkpoint file by file, with its tokenizer.
-
-    An index may name a file in another folder; the copy prefixes its name with that folder's name.
-
-    Raises:
-      ValueError: `out` is the checkpoint's folder, the checkpoint is already quantised, or one of
-        its weight files is missing.
-    """
-    config = read_json(folder / "config.json")
-    if "quantization_config" in config or out.resolve() == folder.resolve():
-        raise ValueError(
-            f"{folder} must be an unquantised checkpoint and a different folder from {out}"
-        )
-    files = weight_files(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    places = {}
-    for file in files:
-        name = file.name if file.parent == folder else f"{file.parent.name}-{file.name}"
-        tensors = _quantised_tensors(load_file(file))
-        save_file(tensors, out / name)
-        places |= dict.fromkeys(tensors, name)
-    for file in folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors":
-            shutil.copyfile(file, out / file.name)
-    _write_json(out / "config.json", {**config, "quantization_config": STATED})
-    if (folder / INDEX_FILE).is_file():
-        _write_json(out / INDEX_FILE, {"metadata": {}, "weight_map": places})
+    """Writes the FP8 copy of a checkpoint; see `quantized_copy.write`."""
+    quantized_copy.write(folder, out, STATED, _quantised_tensors)
 
 
-def _quantised_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _quantised_tensors(tensors: quantized_copy.Tensors) -> quantized_copy.Tensors:
     found = {}
     for name, tensor in tensors.items():
         if fp8.is_quantised(name):
@@ -100,21 +70,5 @@ def _quantised_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def _write_json(path: Path, contents: object) -> None:
-    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(prog="python -m models.quantize_fp8", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder of the checkpoint")
-    parser.add_argument("out", type=Path, help="folder to write")
-    given = parser.parse_args()
-    try:
-        write(given.folder, given.out)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    quantized_copy.run("models.quantize_fp8", __doc__, write)
