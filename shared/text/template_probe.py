@@ -144,16 +144,23 @@ def _written_formats(text: str, answer: str) -> list[CallFormat]:
       text: The call and everything after the question.
       answer: The assistant's text, with which a call without a tag begins.
     """
-    return [
-        each
-        for each in FORMATS.values()
-        if _calls_in(each, text if each.openings else answer) == [(_FUNCTION, {_KEY: _VALUE})]
-    ]
+
+    def read(is_constrained: bool) -> list[CallFormat]:
+        return [
+            each
+            for each in FORMATS.values()
+            if _calls_in(each, text if each.openings else answer, is_constrained)
+            == [(_FUNCTION, {_KEY: _VALUE})]
+        ]
+
+    # A parser that reads the call by a loose opening alone would leave its tags in the content.
+    return read(is_constrained=False) if read(is_constrained=True) else []
 
 
-def _calls_in(call_format: CallFormat, text: str) -> list[tuple[str, Any]]:
+def _calls_in(call_format: CallFormat, text: str, is_constrained: bool) -> list[tuple[str, Any]]:
     schema = _TOOL["function"]["parameters"]
-    parser = new_parser(call_format.name, OutputBuilder({_FUNCTION: schema}, None, True), None)
+    builder = OutputBuilder({_FUNCTION: schema}, None, is_constrained)
+    parser = new_parser(call_format.name, builder, None)
     calls = (parser.push(text) + parser.flush(was_cut=False)).tool_calls
     return [(call.name, read_object(call.arguments)) for call in calls]
 
