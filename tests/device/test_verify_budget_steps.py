@@ -28,7 +28,15 @@ from tests.support.contract_host import (
     prompt,
 )
 from tests.support.equality import assert_few_excused
-from tests.support.random_requests import BATCH, FEW_LONG, FEW_SHORT, FEW_TREE, HYBRID, Server
+from tests.support.random_requests import (
+    BATCH,
+    FEW_BLOCK_TREE,
+    FEW_LONG,
+    FEW_SHORT,
+    FEW_TREE,
+    HYBRID,
+    Server,
+)
 from tests.support.random_serving import Backends, oracle_of
 from tests.support.tree_subjects import name_of
 
@@ -42,6 +50,7 @@ CASES = [
     ("DFLASH", FEW_SHORT),
     ("DSPARK", FEW_SHORT),
     ("DFLASH2", FEW_SHORT),
+    ("DFLASH", FEW_BLOCK_TREE),
 ]
 HOWS: list[dict] = [
     {"temperature": 0.7, "seed32": 3},

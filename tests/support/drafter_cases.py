@@ -28,6 +28,7 @@ BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 16, 24, 320, 64
 TURNS, OVERLAP = 2, 2
 CHAIN = TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
+BLOCK_TREE = TreeShape(nodes=12, depth=3, width=4, rows=12 * BATCH, block=4)
 PLAIN = TreeShape.plain(BATCH)
 CASES = [
     ("llama", "none", PLAIN),
@@ -39,6 +40,10 @@ CASES = [
     ("qwen3_5", "NGRAM", CHAIN),
     ("llama", "DSPARK", CHAIN),
     ("llama", "DFLASH2", CHAIN),
+    ("llama", "DFLASH", BLOCK_TREE),
+    ("qwen3_5", "DFLASH", BLOCK_TREE),
+    ("llama", "DSPARK", BLOCK_TREE),
+    ("llama", "DFLASH2", BLOCK_TREE),
 ]
 
 

@@ -46,12 +46,14 @@ CONTEXT = 320
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
 TREE = TreeShape(6, 3, 2, BATCH * 6)
 BLOCK = TreeShape(4, 3, 1, BATCH * 4, 4)
+BLOCK_TREE = TreeShape(12, 3, 3, BATCH * 12, 4)
 SHAPES = {
     "none": PLAIN,
     "NEXTN": CHAIN,
     "NEXTN tree": TREE,
     "EAGLE3": TREE,
     "DFLASH": BLOCK,
+    "DFLASH tree": BLOCK_TREE,
     "NGRAM": TREE,
     "NEXTN+NGRAM": CHAIN,
 }
@@ -133,7 +135,7 @@ def _drafter(name: str) -> Drafter:
     if name == "EAGLE3":
         weights = dict(load_all(MODEL, config, False))
         return tiny_head(config, weights | {"lm_head": weights["embed"]}, "EAGLE3", 5)
-    return tiny_block_head(config, 4) if name == "DFLASH" else "none"
+    return tiny_block_head(config, 4) if name.startswith("DFLASH") else "none"
 
 
 def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
