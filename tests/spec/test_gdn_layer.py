@@ -96,7 +96,9 @@ def run(implementation: Implementation, name: str, made: dict) -> tuple:
 
 
 @each_implementation
-@pytest.mark.parametrize("trees", [None, parents_of, block_trees], ids=str)
+@pytest.mark.parametrize(
+    "trees", [None, parents_of, block_trees], ids=["chains", "trees", "block trees"]
+)
 def test_gdn_layer_verify_matches_spec(trees, implementation: Implementation):
     made = given(5, trees)
     found, states, got = run(implementation, "verify", made)
