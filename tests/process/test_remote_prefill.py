@@ -155,6 +155,15 @@ def test_failed_fetch_leads_to_local_prefill(case, error, reason):
     assert case.failures() == _failure(reason)
 
 
+def test_failed_fetch_frees_its_record(case):
+    """The traceback of the error would keep the frames that advance all transfers."""
+    case.fetches.error = error = TransferError("unreachable", "no server")
+    case.take(1)
+    case.fetches.permitted.set()
+    assert case.next_ready() == [1]
+    assert error.__traceback__ is None
+
+
 def test_rejected_import_leads_to_local_prefill(case):
     case.transfer.rejects = "no_pages"
     case.take(1)

@@ -129,6 +129,9 @@ class RemotePrefill:
                 may_begin &= pending.job is not None or not pending.result.done()
             except (TransferError, TransferRejected) as error:
                 self._fall_back(pending, error.reason, str(error))
+                # The future holds the error, and its frames hold the future and a record: without
+                # this the record stays until the next garbage collection.
+                error.with_traceback(None)
                 is_over = True
             if is_over:
                 if pending.job is not None:
