@@ -253,6 +253,20 @@ def test_faulty_int4_tensor_named_in_error(message, layout, suffix, change, tmp_
         read()
 
 
+def test_groups_that_do_not_divide_inputs_rejected(tmp_path) -> None:
+    name, shape = "layers.0.mlp.down_proj.weight", (128, 240)  # 7.5 groups of 32
+    parts = {
+        "packed": ("I32", np.zeros((128, 30), np.int32)),
+        "shape": ("I64", np.array([128, 240])),
+    }
+    parts["scale"] = ("BF16", np.ones((128, 8), HALF))
+    write_stored(tmp_path / FILE, {f"{name}_{x}": y for x, y in parts.items()})
+    pieces = ((CheckpointTensor(name, shape),),)
+    parameter = Parameter("mlp.down", (1, *shape), pieces, stacked=True)
+    with pytest.raises(CheckpointError, match="down_proj.weight_scale has shape"):
+        Checkpoint([tmp_path / FILE]).check_parameters([parameter])
+
+
 def test_gptq_v2_zero_points_are_symmetric(tmp_path) -> None:
     config = write_int4(tmp_path, qwen3(), LAYOUTS["GPTQ"], tmp_path / "wide")
     tensors = read_stored(tmp_path / FILE)

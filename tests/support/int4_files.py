@@ -143,7 +143,9 @@ def write_int4(
         pieces = [[y for x in piece for y in x.parts or (x,)] for piece in parameter.pieces]
         for source, at, _ in parameter.places(pieces):
             numbers = weights[parameter.name][at].reshape(source.shape)
-            if fp8.is_quantised(source.name) and not source.name.startswith("mtp."):
+            is_whole = source.shape[-1] % layout.group == 0
+            is_usual = fp8.is_quantised(source.name) and not source.name.startswith("mtp.")
+            if is_usual and is_whole:
                 *parts, wide = _quantised(rng, numbers, layout)
                 tensors |= layout.write(source.name, parts, layout)
                 widened[source.name] = ("F32", wide)

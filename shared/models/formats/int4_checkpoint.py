@@ -230,7 +230,7 @@ class Int4Reader:
         """Raises `CheckpointError` for tensors of other shapes or types."""
         layout, names = _layout(source.name, files)
         outputs, inputs = source.shape
-        counts = {1, *(-(-inputs // group) for group in GROUPS)}
+        counts = {1, *(inputs // group for group in GROUPS if inputs % group == 0)}
         allowed = [(outputs, count)[:: 1 - 2 * layout.axis] for count in sorted(counts)]
         check_stored(names["scales"], files.header(names["scales"]), allowed, DTYPE_BYTES)
         groups = _groups(layout, names, files)
