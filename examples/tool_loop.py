@@ -1,24 +1,31 @@
 """Runs a loop of tool calls with chat completions, the Responses API or the Messages API.
 
-Start a server with a model that calls tools, then `python -m examples.tool_loop --api messages`;
-`--base-url` sets the address of the server. The tool multiplies two numbers.
+Start a server, for example `make serve`, then `python -m examples.tool_loop --api messages
+--force-call`; `--base-url` sets the address of the server. The tool multiplies two integers.
+`--force-call` forces a call in the first round, which every model can make.
 """
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 
-from bench.common.server import headers_of, no_answer, server_options, url_of
+from bench.common.server import no_answer, server_options, url_of
 
 QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there? Use the tool."
-NAME, PURPOSE = "multiply", "Returns the product of two numbers."
-NUMBERS = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}
+NAME, PURPOSE = "multiply", "Returns a * b."
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
+NUMBERS = {
+    "type": "object",
+    "properties": {"a": NUMBER, "b": NUMBER},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 MAX_TOKENS = 200
-
-Post = Callable[[str, dict[str, Any]], dict[str, Any]]
+NO_ANSWER = "no answer within the rounds"
 
 
 def multiply(arguments: dict[str, Any]) -> str:
@@ -29,78 +36,94 @@ def multiply(arguments: dict[str, Any]) -> str:
         return f"Error: {error!r}"
 
 
-def with_chat(post: Post, question: str, max_rounds: int) -> str:
+def with_chat(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/chat/completions."""
-    function = {"name": NAME, "description": PURPOSE, "parameters": NUMBERS}
-    messages: list[Any] = [{"role": "user", "content": question}]
-    fields = {"messages": messages, "tools": [{"type": "function", "function": function}]}
-    for _ in range(max_rounds):
-        answer = post("/v1/chat/completions", {**fields, "max_tokens": MAX_TOKENS})
-        message = answer["choices"][0]["message"]
+    client = openai.OpenAI(base_url=f"{url}/v1", **_client_options(options))
+    function: Any = {"name": NAME, "description": PURPOSE, "parameters": NUMBERS}
+    messages: list[Any] = [{"role": "user", "content": options.question}]
+    for number in range(options.max_rounds):
+        completion = client.chat.completions.create(
+            model=options.model or "default",
+            messages=messages,
+            tools=[{"type": "function", "function": function}],
+            tool_choice="required" if _is_forced(number, options) else "auto",
+            parallel_tool_calls=False,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+        )
+        message: Any = completion.choices[0].message
         messages.append(message)
-        if not message.get("tool_calls"):
-            return message["content"]
-        for call in message["tool_calls"]:
-            result = multiply(json.loads(call["function"]["arguments"]))
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    return "no answer within the rounds"
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            result = multiply(json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return NO_ANSWER
 
 
-def with_responses(post: Post, question: str, max_rounds: int) -> str:
+def with_responses(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/responses."""
-    tool = {"type": "function", "name": NAME, "description": PURPOSE, "parameters": NUMBERS}
-    items: list[Any] = [{"role": "user", "content": question}]
-    for _ in range(max_rounds):
-        fields = {"input": items, "tools": [tool], "max_output_tokens": MAX_TOKENS}
-        output = post("/v1/responses", fields)["output"]
-        items += output
-        calls = [item for item in output if item["type"] == "function_call"]
+    client = openai.OpenAI(base_url=f"{url}/v1", **_client_options(options))
+    tool: Any = {"type": "function", "name": NAME, "description": PURPOSE, "parameters": NUMBERS}
+    items: list[Any] = [{"role": "user", "content": options.question}]
+    for number in range(options.max_rounds):
+        response = client.responses.create(
+            model=options.model or "default",
+            input=items,
+            tools=[tool],
+            tool_choice="required" if _is_forced(number, options) else "auto",
+            parallel_tool_calls=False,
+            max_output_tokens=MAX_TOKENS,
+            temperature=0,
+        )
+        items += response.output
+        calls: list[Any] = [item for item in response.output if item.type == "function_call"]
         if not calls:
-            texts = [item["content"] for item in output if item["type"] == "message"]
-            return "".join(part["text"] for content in texts for part in content)
+            return response.output_text
         for call in calls:
-            result = multiply(json.loads(call["arguments"]))
-            item = {"type": "function_call_output", "call_id": call["call_id"], "output": result}
-            items.append(item)
-    return "no answer within the rounds"
+            result = multiply(json.loads(call.arguments))
+            items.append(
+                {"type": "function_call_output", "call_id": call.call_id, "output": result}
+            )
+    return NO_ANSWER
 
 
-def with_messages(post: Post, question: str, max_rounds: int) -> str:
+def with_messages(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/messages."""
-    tool = {"name": NAME, "description": PURPOSE, "input_schema": NUMBERS}
-    messages: list[Any] = [{"role": "user", "content": question}]
-    fields = {"model": "default", "messages": messages, "tools": [tool], "max_tokens": MAX_TOKENS}
-    for _ in range(max_rounds):
-        content = post("/v1/messages", fields)["content"]
-        messages.append({"role": "assistant", "content": content})
-        calls = [block for block in content if block["type"] == "tool_use"]
+    client = anthropic.Anthropic(base_url=url, **_client_options(options))
+    tool: Any = {"name": NAME, "description": PURPOSE, "input_schema": NUMBERS}
+    messages: list[Any] = [{"role": "user", "content": options.question}]
+    for number in range(options.max_rounds):
+        kind: Any = "any" if _is_forced(number, options) else "auto"
+        message = client.messages.create(
+            model=options.model or "default",
+            messages=messages,
+            tools=[tool],
+            tool_choice={"type": kind, "disable_parallel_tool_use": True},
+            max_tokens=MAX_TOKENS,
+            extra_body={"temperature": 0},
+        )
+        messages.append({"role": "assistant", "content": message.content})
+        calls: list[Any] = [block for block in message.content if block.type == "tool_use"]
         if not calls:
-            return "".join(block["text"] for block in content if block["type"] == "text")
+            return "".join(block.text for block in message.content if block.type == "text")
         results = [
-            {"type": "tool_result", "tool_use_id": call["id"], "content": multiply(call["input"])}
+            {"type": "tool_result", "tool_use_id": call.id, "content": multiply(call.input)}
             for call in calls
         ]
         messages.append({"role": "user", "content": results})
-    return "no answer within the rounds"
+    return NO_ANSWER
 
 
 LOOPS = {"chat": with_chat, "responses": with_responses, "messages": with_messages}
 
 
-def main(options: argparse.Namespace) -> None:
-    """Prints the last answer."""
+def _client_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {"api_key": options.api_key or "none", "timeout": options.timeout, "max_retries": 0}
 
-    def post(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-        body = {"temperature": 0, **fields}
-        body |= {"model": options.model} if options.model else {}
-        headers = headers_of(options.api_key)
-        answer = httpx.post(
-            url_of(options) + path, json=body, headers=headers, timeout=options.timeout
-        )
-        answer.raise_for_status()
-        return answer.json()
 
-    print(LOOPS[options.api](post, options.question, options.max_rounds))
+def _is_forced(number: int, options: argparse.Namespace) -> bool:
+    return options.force_call and number == 0
 
 
 if __name__ == "__main__":
@@ -109,8 +132,15 @@ if __name__ == "__main__":
     parser.add_argument("--api", choices=sorted(LOOPS), default="chat")
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--max-rounds", type=int, default=10)
+    parser.add_argument("--force-call", action="store_true", help="force a call in the first round")
     given = parser.parse_args()
+    address = url_of(given)
     try:
-        main(given)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise SystemExit(no_answer(url_of(given), error)) from None
+        print(LOOPS[given.api](address, given))
+    except (openai.APIStatusError, anthropic.APIStatusError) as error:
+        line = f"The server at {address} answered {error.status_code}: {error.message}"
+        raise SystemExit(line) from None
+    except (openai.APIConnectionError, anthropic.APIConnectionError) as error:
+        is_timeout = isinstance(error, openai.APITimeoutError | anthropic.APITimeoutError)
+        cause = httpx.ReadTimeout if is_timeout else httpx.ConnectError
+        raise SystemExit(no_answer(address, cause(error.message))) from None

@@ -65,6 +65,23 @@ def test_tool_loop(tmp_path):
             assert out == "78\n"
 
 
+@pytest.mark.parametrize(
+    "apis", [["messages"], pytest.param(["chat", "responses"], marks=pytest.mark.matrix)]
+)
+def test_tool_loop_forces_call_of_demo_model(apis):
+    command = ["-m", "torch_impl.serve", "--port", "0", "--context-length", "1024"]
+    with serving(command) as server:
+        url = server.url
+        outputs = [
+            run("tool_loop", "--force-call", "--api", api, "--base-url", url) for api in apis
+        ]
+        done = ended("tool_loop", "--api", apis[0], "--model", "gpt", "--base-url", url)
+    assert len(set(outputs)) == 1, outputs
+    assert tool_loop.NO_ANSWER not in outputs[0]
+    assert f"The server at {server.url} answered 404: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["stream_http", "chat_with_image", "tool_loop"])
 def test_example_without_server_exits_with_message(name):
     done = ended(name, "--port", "9")
