@@ -2,7 +2,9 @@
 # Trains all models of models/demo: `sh models/demo/build.sh [FOLDER]`. The defaults are the commands
 # of the shipped models, on one host with 4 NVIDIA H200: the target uses all GPUs, every other part
 # one. With one H200, MINUTES=7 trains each part for 7 minutes.
-# An interrupted part resumes from its last checkpoint. PARTS selects parts.
+# An interrupted part resumes from its last checkpoint. PARTS selects parts. A part that needs the
+# target of another run reads it from $WORK/target. STEPS=2 with small TARGET_BATCH, PART_BATCH,
+# SHARDS, COUNT and PROMPTS and an empty DEVICE tries all commands on a CPU.
 # The parts `mixture` (an MoE model and its FP8 copy), `jetspec` (a block head with a causal block)
 # and `dflash_kl` (DFLASH with the KL divergence) are trained only if PARTS contains them.
 set -eu
@@ -14,10 +16,12 @@ PYTHON=${PYTHON:-python3}
 SHARDS=${SHARDS:-48}
 COUNT=${COUNT:-25000}      # examples per shard; the shard number is the seed
 PROMPTS=${PROMPTS:-21587}  # prompts that the target answers, to train the heads
-TARGET_MINUTES=${MINUTES:-2.9}
-PART_MINUTES=${MINUTES:-2.02}
-HEAD_MINUTES=${MINUTES:-4}
-MIXTURE_MINUTES=${MINUTES:-3.5}
+TARGET_MINUTES=${TARGET_MINUTES:-${MINUTES:-2.9}}
+PART_MINUTES=${PART_MINUTES:-${MINUTES:-2.02}}
+HEAD_MINUTES=${HEAD_MINUTES:-${MINUTES:-4}}
+MIXTURE_MINUTES=${MIXTURE_MINUTES:-${MINUTES:-3.5}}
+TARGET_BATCH=${TARGET_BATCH:-131072}
+PART_BATCH=${PART_BATCH:-32768}
 PARTS=${PARTS:-data target standalone mtp eagle eagle3 dflash}
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$WORK/xla}"
 # The shipped models were trained with cuBLAS GEMMs only.
@@ -25,8 +29,14 @@ export XLA_FLAGS="${XLA_FLAGS:---xla_gpu_enable_triton_gemm=false}"
 mkdir -p "$WORK" "$OUT/curves"
 
 wants() { case " $PARTS " in *" $1 "*) true ;; *) false ;; esac; }
-train() { echo "== $*"; "$PYTHON" -m jax_impl.train "$@"; }
-train_on_one() { CUDA_VISIBLE_DEVICES="${DEVICE:-0}" train "$@" --minutes "$PART_MINUTES" --batch-tokens 32768; }
+train() {
+    minutes=$1
+    shift
+    echo "== $*"
+    if [ -n "${STEPS:-}" ]; then set -- "$@" --steps "$STEPS"; else set -- "$@" --minutes "$minutes"; fi
+    "$PYTHON" -m jax_impl.train "$@"
+}
+train_on_one() { CUDA_VISIBLE_DEVICES="${DEVICE-0}" train "$PART_MINUTES" --batch-tokens "$PART_BATCH" "$@"; }
 head_for() {
     part=$1 kind=$2
     shift 2
@@ -49,9 +59,9 @@ if wants data; then
 fi
 
 if wants target; then
-    train --model models/demo/target_config.json --tokenizer models/demo \
-        --data "$WORK/train.jsonl" --out "$WORK/target" --minutes "$TARGET_MINUTES" \
-        --batch-tokens 131072 --learning-rate 3e-3 --warmup 150 --seed 1
+    train "$TARGET_MINUTES" --model models/demo/target_config.json --tokenizer models/demo \
+        --data "$WORK/train.jsonl" --out "$WORK/target" \
+        --batch-tokens "$TARGET_BATCH" --learning-rate 3e-3 --warmup 150 --seed 1
 fi
 if wants standalone; then
     train_on_one --model models/demo/standalone_config.json --tokenizer models/demo \
