@@ -351,7 +351,7 @@ REFUSED = {
     "attention_bias": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
     "mlp_bias": {"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True},
     "hidden_act": {"hidden_act": "gelu"},
-    "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
+    "quantization_config": {"quantization_config": {"quant_method": "bitsandbytes"}},
     "vocab_size": {"vocab_size": 0},
     "num_hidden_layers": {"num_hidden_layers": "3"},
     "num_key_value_heads": {"num_key_value_heads": 3},
