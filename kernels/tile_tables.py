@@ -11,10 +11,10 @@ T = TypeVar("T")
 class Line(Generic[T]):
     """Tiles, and the largest sizes for which they are used."""
 
-    at_most: Mapping[str, int]
+    at_most: Mapping[str, float]
     tiles: T
 
-    def takes(self, sizes: Mapping[str, int]) -> bool:
+    def takes(self, sizes: Mapping[str, float]) -> bool:
         """Returns whether no size exceeds its bound."""
         return all(sizes[name] <= bound for name, bound in self.at_most.items())
 
@@ -33,8 +33,11 @@ class Table(Generic[T]):
         if not self.lines or self.lines[-1].at_most:
             raise ValueError("the last line must have no at_most, so that every size has tiles")
 
-    def of(self, **sizes: int) -> T:
-        """Returns the tiles for a call; `sizes` has all sizes that the tables can bound."""
+    def of(self, **sizes: float) -> T:
+        """Returns the tiles for a call; `sizes` has all sizes that the tables can bound.
+
+        An `item_bytes` below 1 is that of packed weights.
+        """
         return next(line.tiles for line in self.lines if line.takes(sizes))
 
 

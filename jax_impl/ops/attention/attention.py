@@ -270,7 +270,7 @@ def attend(
     so one program serves rows of any length. Padding rows are undefined. The offsets are the first
     pages of the keys and of the values in a larger pool.
     """
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    factor = q.shape[2] ** -0.5 if scale is None else scale
     grid, back = _grid(request, row_starts, max_rows)
     bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
     columns = min(page_table.shape[1], max(1, BLOCK // page_size))
@@ -282,7 +282,7 @@ def attend(
         position = (block * columns * page_size) + jnp.arange(columns * page_size)
         keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
         seen = attention_mask(*bounds, position)
-        return _with_block(so_far, q[grid], keys, values, seen, scale, softcap)
+        return _with_block(so_far, q[grid], keys, values, seen, factor, softcap)
 
     nothing = _Partial.nothing(q[grid], k_pages.shape[2], sinks)
     if num_blocks == 1:

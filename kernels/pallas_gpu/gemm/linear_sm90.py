@@ -51,7 +51,7 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     partial_shapes,
 )
 from kernels.tiles import LinearTiles
-from shared.models.activation import Activation
+from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.models.formats.weight_format import first_row
 from shared.spec.reduction_order import SquaresOrder
@@ -134,7 +134,7 @@ def linear_sm90(
     squares: Float[jax.Array, "R chunks"] | None,
     eps: float,
     is_gated: bool,
-    activation: Activation,
+    activation: Activation = SILU_AND_MUL,
     bias: Float[jax.Array, "L stored"] | None,
     factor: float,
     added: Float[jax.Array, "R outputs"] | None,
