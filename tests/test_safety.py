@@ -41,7 +41,7 @@ KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 """Arguments that only False leaves harmless."""
 
 OF_TESTS_AND_BENCHES = HTTP_CLIENTS | {"eval", "exec", "compile", "__import__"}
-OF_TESTS_AND_BENCHES |= {"socket.create_connection", "http.client"}
+OF_TESTS_AND_BENCHES |= {"socket.create_connection", "http.client", "http.client.HTTPConnection"}
 """Calls that clients and code inspection need."""
 
 ALLOWED = {
@@ -59,6 +59,7 @@ ALLOWED = {
     ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
     ("shared/process/disaggregation/prefill_client.py", "http.client"): "calls `--prefill-servers`",
     ("shared/process/disaggregation/prefill_client.py", "http.client.HTTPConnection"): "the same",
+    ("shared/cluster/transfer/memory_agent.py", "import_module"): "names a module of NIXL",
     ("shared/cluster/transfer/record_client.py", "socket.create_connection"): "fetches a record",
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
     ("shared/router/starting.py", "import_module"): "imports Ray where it is chosen",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -63,12 +63,15 @@ class CallForm:
       has_text: Arguments are JSON text rather than an object.
       write: Writes calls into the content, for a template that renders contents alone; None: calls
         are a field of the message.
+      is_split: Several calls of a message become messages of one call, each followed by its result,
+        for a template that renders one call per message (gpt-oss, Llama 3).
     """
 
     ids: str
     is_none: str
     has_text: bool
     write: WriteCalls | None = None
+    is_split: bool = False
 
     def of(self, messages: list[Message]) -> list[Message]:
         """Returns messages in this form; one without calls has no `tool_calls`.
@@ -77,6 +80,8 @@ class CallForm:
         """
         if self.ids != "given":
             messages = list(_with_ids(messages, _named_id if self.ids == "named" else _short_id))
+        if self.is_split:
+            messages = list(_one_call_each(messages))
         return [self._message(message) for message in messages]
 
     def _message(self, message: Message) -> Message:
@@ -108,6 +113,27 @@ class CallForm:
             # Some templates write the type, which clients may omit.
             kind = {"type": call.get("type", "function")}
             yield {**call, "function": {**function, "arguments": arguments}, **kind}
+
+
+def _one_call_each(messages: list[Message]) -> Iterator[Message]:
+    """Yields messages with at most one call; the results of several calls follow their own call."""
+    place = 0
+    while place < len(messages):
+        message, calls = messages[place], messages[place].get("tool_calls") or []
+        place += 1
+        if len(calls) < 2:
+            yield message
+            continue
+        others = (i for i in range(place, len(messages)) if messages[i].get("role") != "tool")
+        end = next(others, len(messages))
+        results, place = messages[place:end], end
+        for call in calls:
+            yield {**message, "tool_calls": [call]}
+            message = {"role": message["role"], "content": ""}
+            own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+            results = [each for each in results if each not in own]
+            yield from own
+        yield from results
 
 
 def _name_and_arguments(function: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -170,13 +196,26 @@ def forms_for(
         messages = _probe(contents)
         whole = [form for form in FORMS if _is_whole(write(form.of(messages)), len(contents))]
         if whole:
-            return whole + [form for form in FORMS if form not in whole]
+            others = [form for form in FORMS if form not in whole]
+            return _split_if_needed(whole, write) + others
     messages = _probe(("",))
     if write_calls is not None and write(FORMS[0].of(messages)) is not None:  # it drops calls
         form = CallForm("given", "never", has_text=False, write=write_calls)
         if _is_whole(write(form.of(messages)), 1):
             return [form]
     return list(FORMS)
+
+
+def _split_if_needed(
+    forms: list[CallForm], write: Callable[[list[Message]], str | None]
+) -> list[CallForm]:
+    """Returns forms with one call per message, if only these write both calls of a message."""
+    _, first, one, second, two = _probe(("", ""))
+    calls = [*first["tool_calls"], *second["tool_calls"]]
+    messages = [_probe(("",))[0], {**first, "tool_calls": calls}, one, two]
+    split = [replace(form, is_split=True) for form in forms]
+    whole = [_is_whole(write(form.of(messages)), 2) for form in (forms[0], split[0])]
+    return split if whole == [False, True] else forms
 
 
 def _probe(contents: tuple[str, ...]) -> list[Message]:

@@ -60,8 +60,8 @@ PARSERS = {name: parser for parser, names in TOOL_CALLS.items() for name in name
 UNRENDERED = {"Kimi-K2-Instruct", "Kimi-K2-Thinking"}
 """Templates that change a list, which the sandbox of transformers and of the server denies."""
 
-ONE_CALL = {"harmony"}
-"""Formats of templates that write the first call of a message alone."""
+ONE_CALL = {"harmony", "llama3"}
+"""Formats of templates that receive one call per message."""
 
 QUESTION = "Which weather is it?"
 
@@ -121,8 +121,8 @@ def without_nulls(call: Call) -> Call:
 
 @pytest.mark.parametrize("name", sorted(PARSERS.keys() - UNRENDERED))
 def test_calls_survive_official_template(name: str) -> None:
-    """Calls that a client returns are rendered as the model writes them, or are an error."""
-    parser, rejected = PARSERS[name], 0
+    """Calls that a client returns are rendered as the model writes them."""
+    parser = PARSERS[name]
     templates = templates_of(name, parser)
     for seed in range(20):
         chosen = random.Random(seed)
@@ -130,18 +130,12 @@ def test_calls_survive_official_template(name: str) -> None:
         calls = [without_nulls(drawn_call(chosen)) for _ in range(num_calls)]
         messages = conversation(calls)
         prompt = templates.render(Conversation(messages[:1], TOOLS))
-        try:
-            text = templates.render(Conversation(messages, TOOLS, add_generation_prompt=False))
-        except TemplateError:
-            rejected += 1
-            assert len(calls) > 1, name
-            continue
+        text = templates.render(Conversation(messages, TOOLS, add_generation_prompt=False))
         answer = text.rpartition(QUESTION)[2]
         if not FORMATS[parser].openings:
             answer = text.removeprefix(prompt).partition("<|eot_id|>")[0].partition("<|eom_id|>")[0]
         found = parsed(parser, [answer])
         assert [(called, json.loads(values)) for called, values in found[2]] == calls, answer
-    print(f"{name}: {rejected} of 20 conversations are rejected, all with several calls")
 
 
 @pytest.mark.parametrize("name", sorted(UNRENDERED))

@@ -317,3 +317,32 @@ def test_render_rejects_template_without_calls():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %} tool", {})
     with pytest.raises(TemplateError, match="omits the function 'weather'"):
         template.render(Conversation(talk("")[1:3]))
+
+
+FIRST_CALL = """
+{%- for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- if m.tool_calls %}CHECK<call>{{ m.tool_calls[0].function.name }}
+{{- m.tool_calls[0].function.arguments | tojson }}{% endif %}
+{%- endfor %}{# tool #}"""
+RAISES = "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+
+
+@pytest.mark.parametrize("check", ["", RAISES], ids=["drops", "raises"])
+def test_template_of_one_call_receives_calls_separately(check: str):
+    """Templates of gpt-oss and of Llama 3 render one call per message."""
+    question, calling, *results = talk("I will look.")[:4]
+    first, second = calling["tool_calls"][0], talk("")[4]["tool_calls"][0]
+    second = {**second, "id": "call_second"}
+    both = {**calling, "tool_calls": [first, second]}
+    answers = [
+        {"role": "tool", "tool_call_id": "call_second", "content": "second result"},
+        {"role": "tool", "tool_call_id": first["id"], "content": "first result"},
+    ]
+    prompt = ChatTemplate(FIRST_CALL.replace("CHECK", check), {}).render(
+        Conversation([question, both, *answers])
+    )
+    parts = prompt.split("<call>")
+    assert len(parts) == 3
+    assert prompt.count("I will look.") == 1
+    assert "first result" in parts[1]
+    assert "second result" in parts[2]
