@@ -19,6 +19,7 @@ ALSO = {
     Path("shared/options/draft_model_rules.py"): "has examples of rejected options",
     Path("shared/options/rules.py"): "the same",
     Path("shared/options/server.py"): "has reasoning parsers with names of models",
+    Path("shared/text/reasoning_formats.py"): "has the formats of these parsers",
     Path("shared/text/template_probe.py"): "chooses a reasoning parser by that name",
 }
 """Other files with such names, and their reasons."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -129,7 +130,8 @@ def _prompts(conversation: Conversation, oracle: Any, chat_template: str | None)
     source = chat_template or oracle.get_chat_template(tools=conversation.tools or None)
     # `apply_chat_template` removes a content of None, which some templates require next to calls.
     template = compiled(source)
-    for form in FORMS if has_calls else FORMS[:1]:
+    split = [replace(form, is_split=True) for form in FORMS]
+    for form in [*FORMS, *split] if has_calls else FORMS[:1]:
         try:
             yield template.render(
                 messages=form.of(conversation.messages),
