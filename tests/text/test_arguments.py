@@ -209,6 +209,11 @@ def test_tool_call_arguments_valid_for_any_chunking(name, schema, text, data):
             assert is_valid(schema, value)
 
 
+def test_pythonic_writer_escapes_lone_surrogates():
+    """Python does not parse a text with a lone surrogate."""
+    assert FORMATS["pythonic"].write([("f", {"key": "a\ud800é"})]) == r'[f(key="a\ud800é")]'
+
+
 def nested(depth: int) -> Any:
     schema: Any = {"type": "string", "maxLength": 0}
     for _ in range(depth):

@@ -29,8 +29,11 @@ _JSON_ESCAPES = r"/\"([^\"\\\x00-\x1f\x7f]|\\[\"\\nrtbf])*\"/"
 
 
 def _written_string(value: str) -> str:
-    """Returns a string with the escapes that Python and JSON have in common."""
-    return json.dumps(value, ensure_ascii=False)
+    """Returns a string with the escapes that Python and JSON have in common.
+
+    Lone surrogates are escaped, because Python parses no text that contains them.
+    """
+    return json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 _NOTATION = Notation(
