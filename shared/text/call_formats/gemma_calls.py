@@ -11,6 +11,7 @@ from typing import Any
 from shared.text.call_formats.call_format import (
     Call,
     CallableFunction,
+    CallFormat,
     any_of,
     object_schema,
 )
@@ -40,6 +41,20 @@ class GemmaTags:
     begin: str
     end: str
     quote: str
+
+    def call_format(self, name: str, description: str) -> CallFormat:
+        """Returns the format of calls in these tags."""
+        return CallFormat(
+            name=name,
+            description=description,
+            markers=(self.begin,),
+            openings=(self.begin,),
+            marks=(self.begin, self.end, self.quote),
+            read_calls=self.read_calls,
+            rules=self.rules,
+            separator="",
+            write=self.write,
+        )
 
     def read_calls(self, source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
         """Parses one call."""
