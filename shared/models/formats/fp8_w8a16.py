@@ -70,7 +70,7 @@ class FP8W8A16:
         All its tensors are FP8 in whole blocks; their scales are exact in bfloat16 and have one
         granularity, block or channel. Reads the scales.
         """
-        is_served = context.on_gpu and context.dtype == "bfloat16" and not context.fp8_activations
+        is_served = context.reads_packed and not context.fp8_activations
         if not is_served or not parameter.name.endswith(KEPT):
             return None
         found = {_granularity(tensor) for tensor in stored(parameter)}

@@ -71,8 +71,11 @@ class Int4W4A16:
 
         They have one size of groups, which are neighbouring inputs, and scales of 16 bits.
         """
-        is_served = context.on_gpu and context.dtype == "bfloat16"
-        if not is_served or not parameter.name.endswith(KEPT) or parameter.shape[-1] % BLOCKS[-1]:
+        if (
+            not context.reads_packed
+            or not parameter.name.endswith(KEPT)
+            or parameter.shape[-1] % BLOCKS[-1]
+        ):
             return None
         found = {tensor and tensor.encoding for tensor in stored(parameter)}
         encoding = found.pop() if len(found) == 1 else None

@@ -110,8 +110,7 @@ class MXFP4W4A16:
 
         Reads the scales: an exponent above `LARGEST_EXPONENT` is dequantised when loaded.
         """
-        is_served = context.on_gpu and context.dtype == "bfloat16"
-        if not is_served or not parameter.name.endswith(KEPT):
+        if not context.reads_packed or not parameter.name.endswith(KEPT):
             return None
         tensors = stored(parameter)
         if not all(x is not None and isinstance(x.encoding, MXFP4Encoding) for x in tensors):

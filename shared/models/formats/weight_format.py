@@ -86,6 +86,11 @@ class FormatContext:
     dtype: str
     fp8_activations: bool
 
+    @property
+    def reads_packed(self) -> bool:
+        """True if kernels read packed weights, which they do on a GPU in bfloat16."""
+        return self.on_gpu and self.dtype == "bfloat16"
+
 
 @runtime_checkable
 class TensorEncoding(Protocol):
