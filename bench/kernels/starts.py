@@ -13,7 +13,7 @@ from shared.models.families import config_from_folder
 
 ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
-REFUSED = {("gpt-oss-20b", 8)}
+UNSUPPORTED_RANKS = {("gpt-oss-20b", 8)}
 """Models and ranks that kernels do not support: 8 ranks have 360 columns of an expert."""
 COUNTS = (1, 2, 4, 8)
 """Ranks of a startup; numbers by which a model cannot be sharded are skipped."""
@@ -68,7 +68,7 @@ def shipped() -> Iterator[Start]:
     """All models of the repository with all that drafts for them, on one rank and on several."""
     for model, drafts, flags in _models():
         for ranks in COUNTS:
-            if (model.name, ranks) not in REFUSED:
+            if (model.name, ranks) not in UNSUPPORTED_RANKS:
                 yield Start(model, drafts, ranks, flags)
 
 

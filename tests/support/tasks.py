@@ -33,8 +33,9 @@ def prompt_of(example: Example, tokenizer: Tokenizer) -> Prompt:
 
 
 def is_right(kind: str, text: str, answer: str) -> bool:
-    """Returns whether a reply is right: by its number for a problem, by the names and arguments of
-    its calls, else by every letter.
+    """Returns whether a reply is right.
+
+    Problems are compared by their number, calls by name and arguments, other replies as text.
     """
     if kind == "problems":
         return answer_of(text) is not None and answer_of(text) == answer_of(answer)
