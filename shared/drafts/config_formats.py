@@ -9,7 +9,8 @@ from typing import Any
 
 from shared.drafts.kinds import EAGLE, EAGLE3, FORMATS, HEADS, KINDS, LAYER_FIELDS
 from shared.drafts.raw_config import PLACE, RawDraftConfig
-from shared.models.config_classes import LLAMA, QWEN3
+from shared.models.config_classes.llama import LLAMA
+from shared.models.config_classes.qwen import QWEN3
 from shared.models.config_fields import Json, listed, object_of, word
 from shared.models.neutral import NEUTRAL
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shared.models.activation import SILU
-from shared.models.config_classes import ConfigClass
+from shared.models.config_classes.config_class import ConfigClass
 from shared.models.experts import Routing
 from shared.models.mtp import MtpFormat
 

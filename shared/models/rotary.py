@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.models.config_classes import ConfigClass
+from shared.models.config_classes.config_class import ConfigClass
 from shared.models.config_fields import (
     CONFIG,
     Json,

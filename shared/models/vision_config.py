@@ -6,7 +6,7 @@ is separate from the language model: text-only serving does not read it.
 
 from dataclasses import dataclass
 
-from shared.models.config_classes import QWEN3_5_OUTER, QWEN3_5_VISION
+from shared.models.config_classes.qwen import QWEN3_5_OUTER, QWEN3_5_VISION
 from shared.models.config_fields import MOST_NAMED, Json, count, object_of, positive
 from shared.models.neutral import NEUTRAL
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.drafts.config import DraftConfig
-from shared.models.config_classes import LLAMA, QWEN3
+from shared.models.config_classes.llama import LLAMA
+from shared.models.config_classes.qwen import QWEN3
 from tests.support.tiny_heads import tiny_block_config, tiny_head_config
 from tests.support.tiny_models import tiny_model
 

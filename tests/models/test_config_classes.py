@@ -8,15 +8,19 @@ from unittest.mock import patch
 import pytest
 import transformers
 
-from shared.models import config_classes
-from shared.models.config_classes import ConfigClass
+from shared.models.architectures import FAMILIES
+from shared.models.config_classes import deepseek, gemma, gpt_oss, llama, qwen
+from shared.models.config_classes.config_class import ConfigClass
 from shared.models.config_fields import positive
-from shared.models.families import FAMILIES, config_from_dict
+from shared.models.families import config_from_dict
 from tests.support.tiny_models import DENSE, EXPERTS, tiny_config
 from tests.support.tiny_models import FAMILIES as TINY
 
 CLASSES = {
-    each.name: each for each in vars(config_classes).values() if isinstance(each, ConfigClass)
+    each.name: each
+    for module in (deepseek, gemma, gpt_oss, llama, qwen)
+    for each in vars(module).values()
+    if isinstance(each, ConfigClass)
 }
 each_class = pytest.mark.parametrize("of", CLASSES.values(), ids=CLASSES)
 

@@ -1,15 +1,15 @@
-"""Model families: only their reader contains their names."""
+"""Model families: only their records contain their names."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from shared.models.families import ARCHITECTURES, FAMILIES
+from shared.models.architectures import ARCHITECTURES, FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels")
-READER = Path("shared/models/families.py")
+RECORDS = Path("shared/models/family_records")
 ALSO = {
     Path("jax_impl/training/tasks.py"): "writes the config.json of heads",
     Path("shared/drafts/config.py"): "reads the config.json of heads with layers of a family",
@@ -29,12 +29,12 @@ CALL_FORMATS = Path("shared/text/call_formats")
 
 
 @pytest.mark.parametrize("name", sorted({family.name for family in FAMILIES.values()}))
-def test_family_names_occur_only_in_reader(name):
+def test_family_names_occur_only_in_records(name):
     architectures = [each for each, family in FAMILIES.items() if family.name == name]
     types = [kind for kind, each in ARCHITECTURES.items() if each in architectures]
     words = "|".join(map(re.escape, {name, *architectures, *types}))
     named = re.compile(rf"[\"'](?:{words})[\"']")
     files = [path for room in PROGRAM for path in (ROOT / room).rglob("*.py")]
     found = {p.relative_to(ROOT) for p in files if named.search(p.read_text(encoding="utf-8"))}
-    assert READER in found
-    assert {p for p in found - {READER} if p.parent != CALL_FORMATS} <= ALSO.keys()
+    assert len([p for p in found if p.parent == RECORDS]) == 1
+    assert {p for p in found if p.parent not in (RECORDS, CALL_FORMATS)} <= ALSO.keys()

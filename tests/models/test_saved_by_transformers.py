@@ -14,13 +14,11 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from shared.models.config_classes import (
-    MISTRAL3,
-    QWEN3_5_OUTER,
-    QWEN3_5_VISION,
-    ConfigClass,
-)
-from shared.models.families import ARCHITECTURES, FAMILIES, config_from_dict, vision_from_folder
+from shared.models.architectures import ARCHITECTURES, FAMILIES
+from shared.models.config_classes.config_class import ConfigClass
+from shared.models.config_classes.llama import MISTRAL3
+from shared.models.config_classes.qwen import QWEN3_5_OUTER, QWEN3_5_VISION
+from shared.models.families import config_from_dict, vision_from_folder
 from shared.offline.llm import LLM
 from shared.offline.params import SamplingParams
 from tests.support import saved_models
