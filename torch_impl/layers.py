@@ -166,7 +166,7 @@ def mlp(
     """Adds the gated MLP of a layer to the residual stream."""
     assert config.dense is not None  # a model with such layers has their config
     eps, activation = config.input_norm_eps, config.dense.activation
-    x = linear.silu_and_mul_linear(stream, eps, layer.feed.gate_up, activation)
+    x = linear.act_and_mul_linear(stream, eps, layer.feed.gate_up, activation)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 

@@ -44,7 +44,7 @@ def layer(
     mixed = all_gather.all_gather(group, mixed)
     x, normed = added(all_gather.all_gather(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
-    activated = linear.silu_and_mul_linear(
+    activated = linear.act_and_mul_linear(
         NormedStream(read, group=group), None, weights.feed.gate_up
     )
     down = all_gather.all_gather(group, product(activated, weights.feed.down))

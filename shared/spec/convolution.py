@@ -125,7 +125,7 @@ def layer(
     x, normed = added(mixed.rows, x, weights["layer.post_attention_norm"][number])
     read, added = _around(sizes, block, weights, "mlp", number, normed)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
-    mlp = linear.product(linear.silu_and_mul_linear(NormedStream(read), None, gate_up), down)
+    mlp = linear.product(linear.act_and_mul_linear(NormedStream(read), None, gate_up), down)
     norms = [*weights["layer.input_norm"], weights["final_norm"]]
     return *added(mlp, x, norms[number + 1]), kv
 

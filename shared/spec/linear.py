@@ -197,7 +197,7 @@ def added_norm(
     return stream.with_next_norm(stream.rows + layers.rms_norm(x, norm, eps))
 
 
-def silu_and_mul_linear(
+def act_and_mul_linear(
     stream: NormedStream,
     eps: float | None,
     weight: Matrix,

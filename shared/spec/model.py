@@ -334,7 +334,7 @@ def mlp_layer(
         experts = experts_of(weights, name, index)
         return added_experts(stream, config.rms_eps, mlp, experts, norm)
     gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
-    x = linear.silu_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
+    x = linear.act_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
 
 

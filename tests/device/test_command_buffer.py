@@ -173,7 +173,7 @@ def test_jax_residual_stream_gathered_by_kernels(hidden: int, keeps: int) -> Non
         stream = linear.stream(given["rows"], norm, None, group)
         x = jnp.ones((4, 64), jnp.bfloat16)
         stream = linear.linear_add(x, linear.Matrix.plain(given["out"], 1), stream, 1.0, norm)
-        inner = linear.silu_and_mul_linear(stream, 1e-6, linear.Matrix.plain(given["gate_up"], 1))
+        inner = linear.act_and_mul_linear(stream, 1e-6, linear.Matrix.plain(given["gate_up"], 1))
         return stream, stream.whole, inner
 
     with ops.compiled_for("NVIDIA H200"):

@@ -138,7 +138,7 @@ def test_linear_fused_prologue_and_epilogue_match_spec(
     want = spec.rmsnorm_linear(NormedStream(x), EPS, Matrix.plain(weight))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, gates, squares=squares, is_gated=True, cut=cut)
-    want = spec.silu_and_mul_linear(NormedStream(x), EPS, Matrix.plain(gates))
+    want = spec.act_and_mul_linear(NormedStream(x), EPS, Matrix.plain(gates))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added, norm = normal(3, R, N), 1 + normal(6, N) / 4
     got, scaled, sums = multiply(language, x, weight, added=added, norm=norm, cut=cut)
@@ -165,7 +165,7 @@ def test_linear_bias_and_scale_match_spec(shaped: tuple[str, bool], language: st
     np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
     how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
     (got,) = multiply(language, x, gates.values, activation=Activation(GELU_TANH), **how)
-    want = spec.silu_and_mul_linear(NormedStream(x), EPS, gates, Activation(GELU_TANH))
+    want = spec.act_and_mul_linear(NormedStream(x), EPS, gates, Activation(GELU_TANH))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added = normal(3, R, N)
     got, sums = multiply(language, x, weight.values, added=added, factor=0.22, **given)

@@ -328,7 +328,7 @@ def test_w8a16_gate_up_bitwise_equal(tmp_path, granularity, framework) -> None:
             read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
             stream = torch_linear.NormedStream(torch.from_numpy(rows).bfloat16())
             found.append(
-                torch_linear.silu_and_mul_linear(stream, None, read.layers[0].feed.gate_up)
+                torch_linear.act_and_mul_linear(stream, None, read.layers[0].feed.gate_up)
                 .float()
                 .numpy()
             )
@@ -336,6 +336,6 @@ def test_w8a16_gate_up_bitwise_equal(tmp_path, granularity, framework) -> None:
             read = jax_weights.load(checkpoint, config, False, HALF, JAX_CPU, *how)
             records = jax_weights.weights_of(config, read, True)
             stream = jax_linear.NormedStream(jax.numpy.asarray(rows.astype(HALF)))
-            got = jax_linear.silu_and_mul_linear(stream, None, records.layers[0].feed.gate_up)
+            got = jax_linear.act_and_mul_linear(stream, None, records.layers[0].feed.gate_up)
             found.append(np.asarray(got.astype(np.float32)))
     np.testing.assert_array_equal(*found)

@@ -38,7 +38,7 @@ CASES = {
     "product_float32": (X, BACK),
     "rmsnorm_linear": (HIDDEN, EPS, WIDE),
     "linear_add": (X, BACK, HIDDEN),
-    "silu_and_mul_linear": (HIDDEN, EPS, GATE_UP),
+    "act_and_mul_linear": (HIDDEN, EPS, GATE_UP),
 }
 
 
@@ -47,7 +47,7 @@ ENDED = {
     "product_float32": (X, BIASED, 0.125),
     "rmsnorm_linear": (HIDDEN, EPS, Matrix.plain(WIDE.values, normal(8, 12))),
     "linear_add": (X, BIASED, HIDDEN, 0.22),
-    "silu_and_mul_linear": (HIDDEN, EPS, BIASED_GATES),
+    "act_and_mul_linear": (HIDDEN, EPS, BIASED_GATES),
 }
 """The same with biases, and with the factors that some take."""
 
@@ -75,7 +75,7 @@ def test_linear_operations_equal_composed_parts() -> None:
         "product_float32": X @ BACK.values.T,
         "rmsnorm_linear": normed @ WIDE.values.T,
         "linear_add": HIDDEN.rows + X @ BACK.values.T,
-        "silu_and_mul_linear": layers.silu(gate) * up,
+        "act_and_mul_linear": layers.silu(gate) * up,
     }
     assert want.keys() == CASES.keys()
     for name, case in CASES.items():
@@ -87,7 +87,7 @@ def test_gated_and_added_linear_compose_mlp() -> None:
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(GATE_UP.values, 2)
     want = (layers.silu(normed @ gate.T) * (normed @ up.T)) @ BACK.values.T + HIDDEN.rows
-    x = spec.silu_and_mul_linear(HIDDEN, EPS, GATE_UP)
+    x = spec.act_and_mul_linear(HIDDEN, EPS, GATE_UP)
     got = spec.linear_add(x, BACK, HIDDEN).rows
     # Float32 on both sides: two products of other sizes.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -101,7 +101,7 @@ def test_linear_bias_and_scale_applied_after_product() -> None:
         "product_float32": biased * np.float32(0.125),
         "rmsnorm_linear": normed @ WIDE.values.T + normal(8, 12),
         "linear_add": HIDDEN.rows + biased * np.float32(0.22),
-        "silu_and_mul_linear": layers.silu(gate) * up,
+        "act_and_mul_linear": layers.silu(gate) * up,
     }
     assert want.keys() == ENDED.keys()
     for name, case in ENDED.items():
@@ -154,7 +154,7 @@ IN_FP8 = {
     "product_float32": (LONG.rows, EIGHT, 0.125),
     "rmsnorm_linear": (LONG, EPS, EIGHT),
     "linear_add": (LONG.rows, EIGHT, NormedStream(normal(24, 3, 512))),
-    "silu_and_mul_linear": (LONG, EPS, EIGHT),
+    "act_and_mul_linear": (LONG, EPS, EIGHT),
 }
 
 

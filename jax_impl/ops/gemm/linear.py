@@ -315,7 +315,7 @@ def added_norm(
     return stream.with_next_norm(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
-def plain_silu_and_mul_linear(
+def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[jax.Array, "R intermediate"]:
     """Computes the activation of the normed rows; the weight holds gate rows, then up rows."""
@@ -323,7 +323,7 @@ def plain_silu_and_mul_linear(
     return all_gather.all_gather(stream.group, layers.act_and_mul(gate, up, activation))
 
 
-def kernel_silu_and_mul_linear(
+def kernel_act_and_mul_linear(
     kernels: Kernels,
     stream: NormedStream,
     eps: float | None,
@@ -336,8 +336,8 @@ def kernel_silu_and_mul_linear(
     return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
 
 
-silu_and_mul_linear = kernel_or_reference(
-    kernel_silu_and_mul_linear, plain_silu_and_mul_linear, is_bfloat16
+act_and_mul_linear = kernel_or_reference(
+    kernel_act_and_mul_linear, plain_act_and_mul_linear, is_bfloat16
 )
 
 

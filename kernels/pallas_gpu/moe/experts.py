@@ -135,7 +135,7 @@ def experts(
         expert_blocks, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
-    inner = silu_and_mul_linear(
+    inner = act_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
@@ -168,7 +168,7 @@ def experts(
     )
 
 
-def silu_and_mul_linear(
+def act_and_mul_linear(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     gate_up: ExpertWeights,

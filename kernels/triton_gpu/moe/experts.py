@@ -129,7 +129,7 @@ def experts(
     expert_blocks = (
         group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
     )
-    inner = silu_and_mul_linear(
+    inner = act_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
@@ -157,7 +157,7 @@ def experts(
     )
 
 
-def silu_and_mul_linear(
+def act_and_mul_linear(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     gate_up: ExpertWeights,

@@ -119,7 +119,7 @@ _MAKERS = {
     "product_float32": product_arguments,
     "linear_add": added_arguments,
     "rmsnorm_linear": normed_arguments,
-    "silu_and_mul_linear": gated_arguments,
+    "act_and_mul_linear": gated_arguments,
 }
 _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
@@ -129,14 +129,14 @@ _SMALL = {
 _LARGE = {
     "rmsnorm_linear": {"qkv": (4096, 6144)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096), "32B down": (25600, 1280)},
-    "silu_and_mul_linear": {"gate and up": (4096, 12288)},
+    "act_and_mul_linear": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
 # Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs.
 _LARGE_QUANTIZED = {
     "rmsnorm_linear": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096)},
-    "silu_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
+    "act_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
 _SOME_ROWS = {"head": (1, 32, 512), "32B down": (1, 32)}
@@ -161,7 +161,7 @@ TABLE += [
 TABLE += [
     OpCase(
         op="linear",
-        function="silu_and_mul_linear",
+        function="act_and_mul_linear",
         name=f"GELU gate and up, {R} rows",
         make=partial(gelu_arguments, R=R, K=2560, N=10240),
         dtype="bfloat16",
@@ -180,7 +180,7 @@ TABLE += [
     )
     for function in _MAKERS
     for name, quantized in QUANTIZED.items()
-    if name in ("FP8", "AWQ") or function == "silu_and_mul_linear" and name != "MXFP4"
+    if name in ("FP8", "AWQ") or function == "act_and_mul_linear" and name != "MXFP4"
 ]
 TABLE += [
     OpCase(
