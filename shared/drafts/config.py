@@ -322,8 +322,8 @@ def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
         pairs = zip(model.layers, windows, strict=True)
         layers = tuple(replace(x, mixer=replace(x.mixer, window=w)) for x, w in pairs)
         model = replace(model, layers=layers)
-    # The head may share the target's `lm_head`, which produces scaled logits.
-    return replace(model, logits_factor=target.logits_factor)
+    # The head may share the target's `lm_head`, which produces scaled and softly capped logits.
+    return replace(model, logits_factor=target.logits_factor, logits_softcap=target.logits_softcap)
 
 
 def _refuse_sizes(

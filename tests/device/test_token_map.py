@@ -23,6 +23,8 @@ CASES = [
     ("qwen3_5", "NEXTN", TREE, "exact"),
     ("llama", "EAGLE", TREE, "exact"),
     ("qwen3_5", "NEXTN", CHAIN, "rejection"),
+    ("gemma2", "EAGLE", TREE, "exact"),  # the target's soft cap applies to its rows too
+    ("gemma2", "EAGLE", CHAIN, "rejection"),
 ]
 HOW = {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 60, "logit_bias": {5: 2.0}}
 

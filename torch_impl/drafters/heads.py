@@ -155,7 +155,8 @@ def _head(
     """Returns the target's LM head, or its rows of the draft vocabulary."""
     if (rows := model.weights.draft_rows) is None:
         return partial(lm_head_input, model), model.vocabulary, None
-    head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
+    factor, softcap = model.config.logits_factor, model.config.logits_softcap
+    head = partial(Projection, weight=rows.lm_head, factor=factor, softcap=softcap)
     return head, Vocabulary(len(rows.ids), model.group), rows.ids
 
 
