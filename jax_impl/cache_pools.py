@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.ops.attention.attention import KV, Pools
-from jax_impl.ops.gdn.gdn_state import GDNState
+from jax_impl.ops.recurrent.recurrent_state import RecurrentState
 from shared.models.cache_spec import CacheArraySpec, CacheUnit
 from shared.models.groups import CachePool, pools_with
 from shared.models.mixers import MixerConfig
 
 
-def new_states(pools: Sequence[CachePool], count: int, dtype: np.dtype | type) -> GDNState | None:
+def new_states(
+    pools: Sequence[CachePool], count: int, dtype: np.dtype | type
+) -> RecurrentState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
     pool = next(iter(pools_with(pools, CacheUnit.SLOT)), None)
     if pool is None:
@@ -23,7 +25,7 @@ def new_states(pools: Sequence[CachePool], count: int, dtype: np.dtype | type) -
         shape, kind = (len(pool), count, *spec.shape), np.float32 if spec.float32 else dtype
         return jnp.zeros(shape, kind)
 
-    return GDNState(**{spec.name: new(spec) for spec in pool.mixer.cache_specs})
+    return RecurrentState(**{spec.name: new(spec) for spec in pool.mixer.cache_specs})
 
 
 def new_pools(pools: Sequence[CachePool], size: tuple[int, int], dtype: np.dtype | type) -> Pools:

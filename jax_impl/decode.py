@@ -20,7 +20,7 @@ from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.ops.attention import attention
 from jax_impl.ops.attention.attention import AttentionRows
-from jax_impl.ops.gdn.gdn_layer import TreeNodes
+from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
 from jax_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
 from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection

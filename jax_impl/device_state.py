@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl.cache_pools import new_kv, new_pools, new_states
 from jax_impl.ops.attention.attention import Pools, WindowPageTables
-from jax_impl.ops.gdn.gdn_state import GDNState
+from jax_impl.ops.recurrent.recurrent_state import RecurrentState
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
 from jax_impl.ops.trees.merge_drafts import NgramTrees
@@ -60,8 +60,8 @@ class DraftState(NamedTuple):
     draft_from: Int[jax.Array, " slots"]
     relay: DraftInput | None
     kv: Pools
-    delta: GDNState | None
-    snapshots: GDNState | None
+    delta: RecurrentState | None
+    snapshots: RecurrentState | None
 
 
 class ImageState(NamedTuple):
@@ -96,8 +96,8 @@ class DeviceState(NamedTuple):
     newest: Int[jax.Array, " slots"]
     seen: Int[jax.Array, "slots vocab"]
     kv: Pools
-    delta: GDNState | None
-    snapshots: GDNState | None
+    delta: RecurrentState | None
+    snapshots: RecurrentState | None
     draft: DraftState | None
     images: ImageState | None
     texts: ngram.NgramState | None
@@ -419,7 +419,9 @@ def _reset(plan: Plan, memory: jax.Array) -> jax.Array:
     return memory.at[plan.slots].set(rows)
 
 
-def _restore(plan: Plan, states: GDNState | None, snapshots: GDNState | None) -> GDNState | None:
+def _restore(
+    plan: Plan, states: RecurrentState | None, snapshots: RecurrentState | None
+) -> RecurrentState | None:
     """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return None
@@ -429,7 +431,9 @@ def _restore(plan: Plan, states: GDNState | None, snapshots: GDNState | None) ->
     )
 
 
-def select(is_first: Bool[jax.Array, " B"], first: GDNState, second: GDNState) -> GDNState:
+def select(
+    is_first: Bool[jax.Array, " B"], first: RecurrentState, second: RecurrentState
+) -> RecurrentState:
     """Selects the first or second states per row; NaN in states not selected has no effect."""
 
     def pick(first: jax.Array, second: jax.Array) -> jax.Array:

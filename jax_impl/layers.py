@@ -13,12 +13,13 @@ from jax_impl.ops.attention import attention_layer, latent_attention
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
-from jax_impl.ops.gdn import gdn_layer
-from jax_impl.ops.gdn.gdn_layer import TreeNodes
-from jax_impl.ops.gdn.gdn_state import GDNState, GDNWeights, ReplayInputs
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
+from jax_impl.ops.recurrent import recurrent_layer
+from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
+from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights
+from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
@@ -30,7 +31,7 @@ from shared.spec.layers import rotary_frequencies
 from shared.spec.mrope import mrope_section_map
 
 Hidden = Float[jax.Array, "R hidden"]
-LayerCarry = tuple[GDNState, Any]
+LayerCarry = tuple[RecurrentState, Any]
 """Carry of the GDN layers of a pass: the states, and the snapshots of a prefill or the scratch of a
 verify."""
 
@@ -38,7 +39,7 @@ Feed = Callable[[ModelConfig, Layer, NormedStream, Norm | None], NormedStream]
 """Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
 
 
-class GDNMixer(Protocol):
+class RecurrentMixer(Protocol):
     """Runs the GDN layers of a pass.
 
     Attributes:
@@ -225,9 +226,9 @@ def write_keys(
     )
 
 
-def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
+def recurrent_weights(config: ModelConfig, weights: GatedDelta) -> RecurrentWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
-    return GDNWeights(
+    return RecurrentWeights(
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
@@ -237,8 +238,8 @@ def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
 
 
 def _sizes(config: ModelConfig) -> GatedDeltaConfig:
-    assert config.gated_delta is not None  # a model with such layers has their sizes
-    return config.gated_delta
+    assert config.recurrent is not None  # a model with such layers has their sizes
+    return config.recurrent
 
 
 class PrefillMixer:
@@ -247,15 +248,15 @@ class PrefillMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: GDNState,
-        snapshots: GDNState,
+        states: RecurrentState,
+        snapshots: RecurrentState,
         slots: Int[jax.Array, " B"],
         row_starts: Int[jax.Array, " B1"],
         request: Int[jax.Array, " R"],
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> None:
-        """Initialises the mixer; see `gdn_layer.prefill`. `carry` holds states and snapshots."""
+        """Initialises the mixer; see `recurrent_layer.prefill`; `carry`: states and snapshots."""
         self._config, self.carry = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -267,9 +268,9 @@ class PrefillMixer:
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, snapshots = carry
-        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, snapshots, place)
-        out, states, snapshots = gdn_layer.prefill(*given, *self._where)
+        out, states, snapshots = recurrent_layer.prefill(*given, *self._where)
         return out, (states, snapshots)
 
 
@@ -282,7 +283,7 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: GDNState,
+        states: RecurrentState,
         slots: Int[jax.Array, " B"],
         nodes: TreeNodes,
         advances: bool,
@@ -290,7 +291,7 @@ class VerifyMixer:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
         self._config, self._slots, self._nodes = config, slots, nodes
         B, N = nodes.row_of.shape
-        self.carry = (states, gdn_layer.verify_scratch(states, B, N, advances))
+        self.carry = (states, recurrent_layer.verify_scratch(states, B, N, advances))
 
     def __call__(
         self,
@@ -300,31 +301,31 @@ class VerifyMixer:
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, scratch = carry
-        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
         if isinstance(scratch.kept, ReplayInputs):
-            out, states, scratch = gdn_layer.verify(*given, scratch)
+            out, states, scratch = recurrent_layer.verify(*given, scratch)
         else:
-            out, states, scratch = gdn_layer.decode(*given, scratch)
+            out, states, scratch = recurrent_layer.decode(*given, scratch)
         return out, (states, scratch)
 
     @property
-    def advanced(self) -> GDNState:
+    def advanced(self) -> RecurrentState:
         """Returns the states after a step of plain decoding."""
         states, scratch = self.carry
         assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
-        return gdn_layer.followed(states, scratch.kept)
+        return recurrent_layer.followed(states, scratch.kept)
 
     def commit(
         self,
-        snapshots: GDNState,
+        snapshots: RecurrentState,
         path: Int[jax.Array, "B W"],
         counts: Int[jax.Array, " B"],
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
-    ) -> tuple[GDNState, GDNState]:
-        """Advances the states along the accepted paths; see `gdn_layer.commit`."""
+    ) -> tuple[RecurrentState, RecurrentState]:
+        """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         (states, scratch), slots = self.carry, self._slots
-        return gdn_layer.commit(
+        return recurrent_layer.commit(
             states, snapshots, scratch.kept, slots, path, counts, save_after, save
         )

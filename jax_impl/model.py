@@ -14,8 +14,8 @@ from jax_impl.layers import (
     FEEDS,
     AttentionContext,
     Feed,
-    GDNMixer,
     Hidden,
+    RecurrentMixer,
     attention,
     output_and_mlp,
 )
@@ -98,7 +98,7 @@ def forward(
     shown: ImageEmbeds | None,
     rows: AttentionRows,
     kv: Pools,
-    mixer: GDNMixer | None,
+    mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
 ) -> Forward:
     """Runs all layers over flat rows and writes their KV.
@@ -126,7 +126,7 @@ def forward(
         each: partial(attention, config, each, contexts[each.with_kv]) for each in config.attentions
     }
     if mixer is not None:
-        mixers[config.gated_delta], carries[STATES] = mixer, mixer.carry
+        mixers[config.recurrent], carries[STATES] = mixer, mixer.carry
 
     # Traced and lowered once for all layers of a kind, which differ only in their arrays.
     @partial(jax.jit, static_argnums=(0, 1))

@@ -12,8 +12,8 @@ from jax_impl.device_state import DeviceState, Fields, reset_slots
 from jax_impl.drafters import ExtendRows, PrefillChunks
 from jax_impl.layers import PrefillMixer
 from jax_impl.model import Forward
-from jax_impl.ops.gdn import gdn_state
 from jax_impl.ops.gemm.layers import ImageEmbeds
+from jax_impl.ops.recurrent import recurrent_state
 from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
 from jax_impl.ops.sampling.sampling import SampledTokens
@@ -75,7 +75,7 @@ def _read_prompts(
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     target, plan, mixer = step.context.model, step.plan, None
     save_after = plan.save_at - step.lengths
-    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - step.lengths)
+    is_saved = recurrent_state.ends_chunk(save_after, prompts.lengths - step.lengths)
     is_saved &= plan.save != 0
     if state.delta is not None:
         assert state.snapshots is not None  # slots with states have snapshots

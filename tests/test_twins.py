@@ -46,7 +46,7 @@ ONE_SIDED_NAMES = {
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
     "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
-    "ops/gdn/gdn_state.py::GDNWeights.alone": "the same",
+    "ops/recurrent/recurrent_mixer.py::RecurrentWeights.alone": "the same",
     "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
     "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
     "platform.py::set_cpu_threads": "torch's threads",
@@ -59,7 +59,7 @@ ONE_SIDED_NAMES = {
         f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
         for x in _MET
     },
-    "layers.py::GDNMixer": "a mixer of JAX gives back what it carries",
+    "layers.py::RecurrentMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
     "layers.py::AttentionContext.of": "the same",

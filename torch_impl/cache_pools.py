@@ -9,12 +9,12 @@ from shared.models.cache_spec import CacheArraySpec, CacheUnit
 from shared.models.groups import CachePool, pools_with
 from shared.models.mixers import MixerConfig
 from torch_impl.ops.attention.attention import KV, Pools
-from torch_impl.ops.gdn.gdn_state import GDNState
+from torch_impl.ops.recurrent.recurrent_state import RecurrentState
 
 
 def new_states(
     pools: Sequence[CachePool], count: int, dtype: torch.dtype, device: torch.device
-) -> GDNState | None:
+) -> RecurrentState | None:
     """Returns GDN states before the first token, or None for a model without GDN layers."""
     pool = next(iter(pools_with(pools, CacheUnit.SLOT)), None)
     if pool is None:
@@ -24,7 +24,7 @@ def new_states(
         shape, kind = (len(pool), count, *spec.shape), torch.float32 if spec.float32 else dtype
         return torch.zeros(shape, dtype=kind, device=device)
 
-    return GDNState(**{spec.name: new(spec) for spec in pool.mixer.cache_specs})
+    return RecurrentState(**{spec.name: new(spec) for spec in pool.mixer.cache_specs})
 
 
 def new_pools(

@@ -21,7 +21,7 @@ from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import AttentionRows
-from torch_impl.ops.gdn.gdn_layer import TreeNodes
+from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
 from torch_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
 from torch_impl.ops.sampling.acceptance import AcceptedPath
 from torch_impl.ops.sampling.lm_head import Projection

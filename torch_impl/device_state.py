@@ -17,7 +17,7 @@ from shared.models.groups import CachePool
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 from torch_impl.cache_pools import new_kv, new_pools, new_states
 from torch_impl.ops.attention.attention import Pools, WindowPageTables
-from torch_impl.ops.gdn.gdn_state import GDNState
+from torch_impl.ops.recurrent.recurrent_state import RecurrentState
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import ngram, slot_state
 from torch_impl.ops.trees.merge_drafts import NgramTrees
@@ -55,8 +55,8 @@ class DraftState:
     draft_from: Int[Tensor, " slots"]
     relay: DraftInput | None
     kv: Pools
-    delta: GDNState | None
-    snapshots: GDNState | None
+    delta: RecurrentState | None
+    snapshots: RecurrentState | None
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class DeviceState:
     newest: Int[Tensor, " slots"]
     seen: Int[Tensor, "slots vocab"]
     kv: Pools
-    delta: GDNState | None
-    snapshots: GDNState | None
+    delta: RecurrentState | None
+    snapshots: RecurrentState | None
     draft: DraftState | None
     images: ImageState | None
     texts: ngram.NgramState | None
@@ -417,7 +417,7 @@ def reset_slots(state: DeviceState, plan: Plan) -> None:
         _restore(plan, draft.delta, draft.snapshots)
 
 
-def _restore(plan: Plan, states: GDNState | None, snapshots: GDNState | None) -> None:
+def _restore(plan: Plan, states: RecurrentState | None, snapshots: RecurrentState | None) -> None:
     """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return

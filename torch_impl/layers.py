@@ -23,16 +23,17 @@ from torch_impl.ops.attention import attention_layer, latent_attention
 from torch_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
-from torch_impl.ops.gdn import gdn_layer
-from torch_impl.ops.gdn.gdn_layer import TreeNodes
-from torch_impl.ops.gdn.gdn_state import GDNState, GDNWeights, ReplayInputs
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
 from torch_impl.ops.moe.experts import Experts, added_experts
+from torch_impl.ops.recurrent import recurrent_layer
+from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
+from torch_impl.ops.recurrent.recurrent_mixer import RecurrentWeights
+from torch_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 
 Hidden = Float[Tensor, "R hidden"]
 
-DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
+RecurrentMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
 """Runs a GDN layer of a pass: maps its index among the GDN layers, its weights and its projected
 inputs to the head outputs after the gated norm."""
 
@@ -219,9 +220,9 @@ def write_keys(
     attention_layer.write_kv(projected, Heads.of(config.attention), norms, rope, rows, kv, place)
 
 
-def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
+def recurrent_weights(config: ModelConfig, weights: GatedDelta) -> RecurrentWeights:
     """Returns the weights of a GDN layer other than its two matrices."""
-    return GDNWeights(
+    return RecurrentWeights(
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
@@ -231,8 +232,8 @@ def gdn_weights(config: ModelConfig, weights: GatedDelta) -> GDNWeights:
 
 
 def _sizes(config: ModelConfig) -> GatedDeltaConfig:
-    assert config.gated_delta is not None  # a model with such layers has their sizes
-    return config.gated_delta
+    assert config.recurrent is not None  # a model with such layers has their sizes
+    return config.recurrent
 
 
 class PrefillMixer:
@@ -241,23 +242,23 @@ class PrefillMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: GDNState,
-        snapshots: GDNState,
+        states: RecurrentState,
+        snapshots: RecurrentState,
         slots: Int[Tensor, " B"],
         row_starts: Int[Tensor, " B1"],
         request: Int[Tensor, " R"],
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """Initialises the mixer; see `gdn_layer.prefill`."""
+        """Initialises the mixer; see `recurrent_layer.prefill`."""
         self._config, self._pools = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
-        return gdn_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
+        delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
+        return recurrent_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
 class VerifyMixer:
@@ -269,7 +270,7 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
-        states: GDNState,
+        states: RecurrentState,
         slots: Int[Tensor, " B"],
         nodes: TreeNodes,
         advances: bool,
@@ -277,31 +278,31 @@ class VerifyMixer:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
         self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
         B, N = nodes.row_of.shape
-        self._scratch = gdn_layer.verify_scratch(states, B, N, advances)
+        self._scratch = recurrent_layer.verify_scratch(states, B, N, advances)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        delta, sizes = gdn_weights(self._config, weights), _sizes(self._config)
+        delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, ReplayInputs):
-            return gdn_layer.verify(*given, self._scratch)
-        return gdn_layer.decode(*given, self._scratch)
+            return recurrent_layer.verify(*given, self._scratch)
+        return recurrent_layer.decode(*given, self._scratch)
 
     @property
-    def advanced(self) -> GDNState:
+    def advanced(self) -> RecurrentState:
         """Returns the states after a step of plain decoding."""
         assert not isinstance(self._scratch.kept, ReplayInputs)  # plain decoding
-        return gdn_layer.followed(self._states, self._scratch.kept)
+        return recurrent_layer.followed(self._states, self._scratch.kept)
 
     def commit(
         self,
-        snapshots: GDNState,
+        snapshots: RecurrentState,
         path: Int[Tensor, "B W"],
         counts: Int[Tensor, " B"],
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """Advances the states along the accepted paths; see `gdn_layer.commit`."""
+        """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         states, kept, slots = self._states, self._scratch.kept, self._slots
-        gdn_layer.commit(states, snapshots, kept, slots, path, counts, save_after, save)
+        recurrent_layer.commit(states, snapshots, kept, slots, path, counts, save_after, save)

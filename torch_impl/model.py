@@ -16,9 +16,9 @@ from shared.models.mixers import MixerConfig, SelfAttentionConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
-    DeltaMixer,
     Feed,
     Hidden,
+    RecurrentMixer,
     attention,
     output_and_mlp,
     rotary_frequencies,
@@ -99,7 +99,7 @@ def forward(
     shown: ImageEmbeds | None,
     rows: AttentionRows,
     kv: Pools,
-    mixer: DeltaMixer | None,
+    mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
 ) -> Forward:
     """Runs all layers over flat rows and writes their KV.
@@ -124,7 +124,7 @@ def forward(
         each: partial(attention, config, each, contexts[each.with_kv]) for each in config.attentions
     }
     if mixer is not None:
-        mixers[config.gated_delta] = mixer
+        mixers[config.recurrent] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
     embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []

@@ -14,8 +14,8 @@ from torch_impl.device_state import Fields, reset_slots
 from torch_impl.drafters import ExtendRows, PrefillChunks
 from torch_impl.layers import PrefillMixer
 from torch_impl.model import Forward
-from torch_impl.ops.gdn import gdn_state
 from torch_impl.ops.gemm.layers import ImageEmbeds
+from torch_impl.ops.recurrent import recurrent_state
 from torch_impl.ops.sampling import logprobs, sampling
 from torch_impl.ops.sampling.sampling import SampledTokens
 from torch_impl.ops.trees import draft_tree, ngram, slot_state
@@ -75,7 +75,7 @@ def _read_prompts(step: Step, prompts: PrefillChunks) -> tuple[Forward, Bool[Ten
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - step.lengths
-    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - step.lengths)
+    is_saved = recurrent_state.ends_chunk(save_after, prompts.lengths - step.lengths)
     is_saved &= plan.save != 0
     mixer = PrefillMixer(
         config=target.config,

@@ -11,12 +11,12 @@ from jax_impl.device_state import DraftState, Plan, select
 from jax_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, FirstLevel, extend_rows, grow
 from jax_impl.drafters.heads import Tokens
-from jax_impl.layers import GDNMixer, PrefillMixer, VerifyMixer
+from jax_impl.layers import PrefillMixer, RecurrentMixer, VerifyMixer
 from jax_impl.model import Forward, Model
 from jax_impl.ops.attention.attention import AttentionRows, Pools
-from jax_impl.ops.gdn import gdn_layer, gdn_state
-from jax_impl.ops.gdn.gdn_layer import TreeNodes
-from jax_impl.ops.gdn.gdn_state import GDNState
+from jax_impl.ops.recurrent import recurrent_layer, recurrent_state
+from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
+from jax_impl.ops.recurrent.recurrent_state import RecurrentState
 from jax_impl.ops.sampling.lm_head import Projection
 from shared.drafts.config import DraftStateSizes
 from shared.spec.draft_tree import TreeShape
@@ -47,7 +47,7 @@ class StandaloneDrafter(NamedTuple):
             return self._without_states(memory, committed)
         pools = (_in_slots(memory, plan.slots, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
-        is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+        is_saved = recurrent_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, committed.rows.request)
         save = jnp.where(is_saved, plan.save, 0)
         mixer = PrefillMixer(self.small.config, *pools, *where, save_after, save)
@@ -101,7 +101,7 @@ class StandaloneDrafter(NamedTuple):
             return scored, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
-            return None if states is None else gdn_layer.take(states, rows)
+            return None if states is None else recurrent_layer.take(states, rows)
 
         counts = requests.can_draft.astype(jnp.int32)
         draft_from, table = requests.draft_from, requests.page_table
@@ -118,7 +118,7 @@ class StandaloneDrafter(NamedTuple):
         )
 
     def _forward(
-        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer | None
+        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: RecurrentMixer | None
     ) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         # The draft model is text-only, also with a VLM as target.
@@ -128,17 +128,17 @@ class StandaloneDrafter(NamedTuple):
 
 def _context(
     memory: DraftState, slots: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
-) -> GDNState:
+) -> RecurrentState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     assert memory.delta is not None  # a draft model with GDN layers
-    held = gdn_layer.take(memory.delta, slots)
+    held = recurrent_layer.take(memory.delta, slots)
     is_whole = memory.draft_from[slots] < lengths
     return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
 
 
 def _in_slots(
     memory: DraftState, slots: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
-) -> GDNState:
+) -> RecurrentState:
     """Returns the states of all slots; those in the plan are the states of their context."""
     assert memory.delta is not None  # a draft model with GDN layers
-    return gdn_layer.put(memory.delta, slots, _context(memory, slots, lengths))
+    return recurrent_layer.put(memory.delta, slots, _context(memory, slots, lengths))

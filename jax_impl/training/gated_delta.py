@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from jax_impl.ops.gdn import gated_delta, gdn_state
 from jax_impl.ops.gemm import layers
+from jax_impl.ops.recurrent import gated_delta, recurrent_mixer
 from jax_impl.training.layers import Rows, linear
 from jax_impl.training.nnx_modules import GatedDeltaStack
 from shared.models.config import ModelConfig
@@ -30,9 +30,9 @@ def layer(config: ModelConfig, weights: GatedDeltaStack, place: int, x: Rows, B:
 
     `place` is the index among the GDN layers. Each sequence has a multiple of CHUNK tokens.
     """
-    sizes = config.gated_delta
+    sizes = config.recurrent
     assert sizes is not None  # the config has such layers
-    channels, z, b, a = gdn_state.split_inputs(linear(x, weights.inputs[place]), sizes)
+    channels, z, b, a = recurrent_mixer.split_inputs(linear(x, weights.inputs[place]), sizes)
     q, k, v = _qkv(sizes, weights, place, channels, B)
     gates = gated_delta.gates(b, a, weights.a_log[place], weights.dt_bias[place])
     rows = (part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v, *gates))

@@ -103,7 +103,7 @@ def _latent_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program)
 
 def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
-        delta = model.gated_delta
+        delta = model.recurrent
         if delta is None or program.work in WITHOUT_LAYERS:
             continue
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
@@ -127,7 +127,7 @@ def _tower_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) 
 
 
 def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
-    has_layers = any(model.gated_delta is not None for model in _models(blueprint))
+    has_layers = any(model.recurrent is not None for model in _models(blueprint))
     is_fed = has_layers and program.work is StepKind.PREFILL
     return _dtype_fault(takes, blueprint, program) if is_fed else None
 
@@ -173,8 +173,8 @@ OF_TOWERS = (
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
     Operation("latent_attention", _latent_fault, is_refused=True),
-    Operation("gdn_layer", _delta_fault, is_refused=True),
-    Operation("gdn_layer.prefill", _feed_fault, is_refused=False),
+    Operation("recurrent_layer", _delta_fault, is_refused=True),
+    Operation("recurrent_layer.prefill", _feed_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("convolution", _convolution_fault, is_refused=False),

@@ -232,7 +232,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
     Plain decoding stores only the convolution inputs. A prefill needs only one layer's arrays.
     """
-    delta = model.gated_delta
+    delta = model.recurrent
     if delta is None:
         return 0
     heads = 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)

@@ -164,7 +164,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(found))
 
     @property
-    def gated_delta(self) -> GatedDeltaConfig | None:
+    def recurrent(self) -> GatedDeltaConfig | None:
         """Config of GDN layers; None if there are none."""
         found = (x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaConfig))
         return next(found, None)

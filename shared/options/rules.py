@@ -117,7 +117,7 @@ RULES = (
     Rule(
         applies=lambda s: (
             s.options.engine.mamba_track_interval is not None
-            and s.model.gated_delta is None
+            and s.model.recurrent is None
             and not s.draft.drafts_with_a_model
         ),
         reason="--mamba-track-interval requires a model with recurrent state, and a {family} "

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from shared.reference import ngram
 from shared.reference.device_state import DeviceState
 from shared.reference.rows import Batch, put, take
-from shared.spec import attention, gdn_state, slot_state
+from shared.spec import attention, recurrent_state, slot_state
 from shared.spec.cache_pools import Pools
 from shared.spec.draft_tree import TreeShape
 
@@ -20,7 +20,7 @@ def commit(
     shape: TreeShape,
     kv: Pools,
     page_tables: Sequence[Int[np.ndarray, "B table"]],
-    kept: gdn_state.ReplayInputs,
+    kept: recurrent_state.ReplayInputs,
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B W"],
@@ -49,7 +49,7 @@ def commit(
     state.kv = tuple(
         move(pool, page_table=table) for pool, table in zip(kv, page_tables, strict=True)
     )
-    after, snapshots, passed = gdn_state.replay(
+    after, snapshots, passed = recurrent_state.replay(
         take(state.delta, batch.slots),
         kept,
         path,

@@ -11,7 +11,7 @@ from shared.boundary.backend import BackendLimits
 from shared.models.config import ModelConfig
 from shared.spec import cache_pools, ngram, vision_encoder
 from shared.spec.cache_pools import Pools
-from shared.spec.gdn_state import GDNState
+from shared.spec.recurrent_state import RecurrentState
 
 
 @dataclass
@@ -39,8 +39,8 @@ class DeviceState:
     seen: Int32[np.ndarray, "slots vocab"]
     draft_from: Int32[np.ndarray, " slots"]
     kv: Pools
-    delta: GDNState
-    snapshots: GDNState
+    delta: RecurrentState
+    snapshots: RecurrentState
     pool: Float32[np.ndarray, "rows hidden"]
     begun: vision_encoder.EncoderState | None
     turn_deltas: Int32[np.ndarray, " slots"]

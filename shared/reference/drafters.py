@@ -15,9 +15,9 @@ from shared.spec import attention, cache_pools, dflash, dflash2, dspark, eagle, 
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
-from shared.spec.gdn_state import GDNState
 from shared.spec.layers import ImageEmbeds
 from shared.spec.model import Weights
+from shared.spec.recurrent_state import RecurrentState
 from shared.spec.standalone import SmallModel
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens
 
@@ -34,7 +34,7 @@ class ReferenceDrafter(Protocol):
         ...
 
     @property
-    def snapshots(self) -> GDNState | None:
+    def snapshots(self) -> RecurrentState | None:
         """Recurrent states by snapshot; None without recurrent states."""
         ...
 

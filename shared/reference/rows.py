@@ -27,9 +27,9 @@ from shared.spec import (
 )
 from shared.spec.attention import AttentionRows, WindowPageTables
 from shared.spec.draft_tree import TreeShape
-from shared.spec.gdn_state import GDNState
 from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from shared.spec.model import Forward
+from shared.spec.recurrent_state import RecurrentState
 from shared.spec.sampling import Sampling, TokenCounts
 from shared.spec.tree_growth import Tree
 
@@ -101,7 +101,7 @@ class Batch:
         """Adds M-RoPE positions to text rows of a vision-language model."""
         return rows if self.deltas is None else attention.with_mrope(rows, self.deltas)
 
-    def restored(self, state: GDNState, snapshots: GDNState) -> GDNState:
+    def restored(self, state: RecurrentState, snapshots: RecurrentState) -> RecurrentState:
         """Returns the states of all slots, with those of starting rows reset to their snapshots."""
         restore = partial(
             slot_state.restore,
@@ -109,7 +109,7 @@ class Batch:
             sources=self.snapshots.restore,
             starts=self.starts,
         )
-        return GDNState(
+        return RecurrentState(
             restore(state.recurrent, snapshots.recurrent), restore(state.window, snapshots.window)
         )
 
@@ -211,12 +211,12 @@ class Trees:
         return choices, np.where(self.forced, forced, walked)
 
 
-def take(state: GDNState, index: Int[np.ndarray, " B"]) -> GDNState:
+def take(state: RecurrentState, index: Int[np.ndarray, " B"]) -> RecurrentState:
     """Returns the states of some slots or snapshots."""
-    return GDNState(state.recurrent[:, index], state.window[:, index])
+    return RecurrentState(state.recurrent[:, index], state.window[:, index])
 
 
-def put(state: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> None:
+def put(state: RecurrentState, index: Int[np.ndarray, " B"], rows: RecurrentState) -> None:
     """Writes the states of some slots or snapshots."""
     state.recurrent[:, index] = rows.recurrent
     state.window[:, index] = rows.window

@@ -7,8 +7,8 @@ from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pools_with
 from shared.models.mixers import MixerConfig
-from shared.spec import gdn_state
-from shared.spec.gdn_state import GDNState
+from shared.spec import recurrent_state
+from shared.spec.recurrent_state import RecurrentState
 
 KV = Float[np.ndarray, "L planes P page H D"]
 """Page pools of some layers: one plane for each cache array, such as keys and values. Page 0 is
@@ -30,17 +30,17 @@ def new_kv(mixer: MixerConfig, num_layers: int, num_pages: int, page_size: int) 
     return np.zeros(shape, np.float32)
 
 
-def new_state(config: ModelConfig, batch: int) -> GDNState:
+def new_state(config: ModelConfig, batch: int) -> RecurrentState:
     """Returns the states of `batch` rows before their first token; empty for a model without GDN
     layers.
     """
     pool = next(iter(pools_with(config.cache_pools, CacheUnit.SLOT)), None)
     if pool is None:
-        return GDNState(
+        return RecurrentState(
             np.zeros((0, batch, 0, 0, 0), np.float32),
-            np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
+            np.zeros((0, batch, recurrent_state.WINDOW, 0), np.float32),
         )
-    return GDNState(
+    return RecurrentState(
         **{
             x.name: np.zeros((len(pool), batch, *x.shape), np.float32)
             for x in pool.mixer.cache_specs

@@ -22,11 +22,12 @@ from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_
 from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import Experts, added_experts
-from shared.spec.gdn_state import GDNMixer, GDNState, PrefillGDN, ReplayInputs, VerifyGDN
 from shared.spec.latent_attention import LatentWeights, latent_attention
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
+from shared.spec.recurrent_mixer import RecurrentMixer, RecurrentPrefill, RecurrentVerify
+from shared.spec.recurrent_state import RecurrentState, ReplayInputs
 
 Weights = Mapping[str, Any]
 """Arrays of a model by name; a stack that stays quantised is a `Matrix`."""
@@ -52,7 +53,7 @@ def prefill(
     config: ModelConfig,
     weights: Weights,
     kv: Pools,
-    state: GDNState,
+    state: RecurrentState,
     tokens: Int[np.ndarray, " T"],
     row_starts: Int[np.ndarray, " B1"],
     first_positions: Int[np.ndarray, " B"],
@@ -60,7 +61,7 @@ def prefill(
     shown: ImageEmbeds | None,
     mrope_positions: Int[np.ndarray, "T 3"] | None,
     window_page_tables: WindowPageTables,
-) -> tuple[Forward, GDNState]:
+) -> tuple[Forward, RecurrentState]:
     """Runs prompt chunks of several requests and advances their states.
 
     Args:
@@ -75,17 +76,17 @@ def prefill(
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
-    mixer = PrefillGDN(config, weights, state, row_starts)
+    mixer = RecurrentPrefill(config, weights, state, row_starts)
     rows = replace(rows, mrope_positions=mrope_positions, window_page_tables=window_page_tables)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
-    return passed, GDNState(mixer.recurrent, mixer.window)
+    return passed, RecurrentState(mixer.recurrent, mixer.window)
 
 
 def verify(
     config: ModelConfig,
     weights: Weights,
     kv: Pools,
-    state: GDNState,
+    state: RecurrentState,
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
     num_nodes: Int[np.ndarray, " B"],
@@ -115,7 +116,7 @@ def verify(
         flat = attention.with_mrope(flat, delta)
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)])
     row_of = draft_tree.flat_rows(row_starts, num_nodes, tokens.shape[1])
-    mixer = VerifyGDN(config, weights, state, parents, row_of, flat.request, node)
+    mixer = RecurrentVerify(config, weights, state, parents, row_of, flat.request, node)
     passed = forward(config, weights, kv, flat, tokens[flat.request, node], None, mixer)
     return passed, mixer.all_kept()
 
@@ -127,7 +128,7 @@ def forward(
     rows: AttentionRows,
     tokens: Int[np.ndarray, " R"],
     shown: ImageEmbeds | None,
-    mixer: GDNMixer,
+    mixer: RecurrentMixer,
 ) -> Forward:
     """Runs all layers over ragged rows, with a given visibility.
 

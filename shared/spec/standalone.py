@@ -14,11 +14,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from shared.models.config import ModelConfig
-from shared.spec import attention, eagle, gdn_state, model, tree_growth
+from shared.spec import attention, eagle, model, recurrent_state, tree_growth
 from shared.spec.attention import AttentionRows
 from shared.spec.cache_pools import Pools
 from shared.spec.draft_tree import TreeShape
-from shared.spec.gdn_state import GDNMixer, GDNState, PrefillGDN, VerifyGDN
+from shared.spec.recurrent_mixer import RecurrentMixer, RecurrentPrefill, RecurrentVerify
+from shared.spec.recurrent_state import RecurrentState
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree
 
 
@@ -37,7 +38,7 @@ class SmallModel:
     target_vocab: int
 
     def forward(
-        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: GDNMixer
+        self, kv: Pools, rows: AttentionRows, tokens: Tokens, mixer: RecurrentMixer
     ) -> model.Forward:
         """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)
@@ -62,46 +63,46 @@ def over_target(
 
 
 def context_of(
-    state: GDNState, draft_from: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
-) -> GDNState:
+    state: RecurrentState, draft_from: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
+) -> RecurrentState:
     """Returns the states from which a drafter continues: zeros if its KV starts at the length.
 
     Plain steps do not run draft extend, so a state from before them does not match the sequence.
     """
     is_whole = np.less(draft_from, lengths)
     recurrent = np.where(is_whole[None, :, None, None, None], state.recurrent, 0)
-    return GDNState(recurrent, np.where(is_whole[None, :, None, None], state.window, 0))
+    return RecurrentState(recurrent, np.where(is_whole[None, :, None, None], state.window, 0))
 
 
 def prefill(
     small: SmallModel,
     kv: Pools,
-    state: GDNState,
+    state: RecurrentState,
     tokens: Int[np.ndarray, " T"],
     first: int,
     draft_from: Int[np.ndarray, " one"],
     page_table: Int[np.ndarray, "one table"],
-) -> tuple[Pools, GDNState]:
+) -> tuple[Pools, RecurrentState]:
     """Runs the model over one request's prompt chunk, from position `first` on."""
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
     state = context_of(state, draft_from, start)
-    mixer = PrefillGDN(small.config, small.weights, state, row_starts)
+    mixer = RecurrentPrefill(small.config, small.weights, state, row_starts)
     passed = small.forward(kv, rows, tokens, mixer)
-    return passed.kv, GDNState(mixer.recurrent, mixer.window)
+    return passed.kv, RecurrentState(mixer.recurrent, mixer.window)
 
 
 def extend(
     small: SmallModel,
     kv: Pools,
-    state: GDNState,
+    state: RecurrentState,
     tokens: Int[np.ndarray, "B W"],
     lengths: Int[np.ndarray, " B"],
     counts: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     save_after: Int[np.ndarray, " B"],
-) -> tuple[Pools, GDNState, GDNState, Bool[np.ndarray, " B"]]:
+) -> tuple[Pools, RecurrentState, RecurrentState, Bool[np.ndarray, " B"]]:
     """Draft extend: runs the model over accepted paths, from the lengths before the step on.
 
     Args:
@@ -113,10 +114,10 @@ def extend(
       counts: Number of real tokens of each path.
       draft_from: First position with draft KV.
       page_table: Pages of each request.
-      save_after: See `gdn_state.replay`.
+      save_after: See `recurrent_state.replay`.
 
     Returns:
-      The KV, then the results of `gdn_state.replay`.
+      The KV, then the results of `recurrent_state.replay`.
     """
     B, W = tokens.shape
     rows = eagle.extend_rows(lengths, counts, draft_from, page_table, depth=W - 1)
@@ -125,18 +126,18 @@ def extend(
     parents = np.tile(np.maximum(place - 1, 0), (B, 1))
     row_of = np.arange(B * W).reshape(B, W)
     node = np.tile(place, B)
-    chain = VerifyGDN(small.config, small.weights, state, parents, row_of, rows.request, node)
+    chain = RecurrentVerify(small.config, small.weights, state, parents, row_of, rows.request, node)
     flat = tokens.reshape(-1)
     passed = small.forward(kv, rows, flat, chain)
     path = np.tile(place, (B, 1))
-    after = gdn_state.replay(state, chain.all_kept(), path, counts, save_after)
+    after = recurrent_state.replay(state, chain.all_kept(), path, counts, save_after)
     return (passed.kv, *after)
 
 
 def draft(
     small: SmallModel,
     kv: Pools,
-    state: GDNState,
+    state: RecurrentState,
     requests: DraftRequests,
     shape: TreeShape,
     rank: Rank,
@@ -159,7 +160,7 @@ def draft(
         rows: AttentionRows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: Pools
     ) -> tuple[Logits, Pools]:
         nonlocal state
-        before = GDNState(state.recurrent[:, parent], state.window[:, parent])
+        before = RecurrentState(state.recurrent[:, parent], state.window[:, parent])
         logits, kv, state = _step(small, kv, before, rows, tokens)
         return logits, kv
 
@@ -174,13 +175,13 @@ def draft(
 
 
 def _step(
-    small: SmallModel, kv: Pools, state: GDNState, rows: AttentionRows, tokens: Tokens
-) -> tuple[Logits, Pools, GDNState]:
+    small: SmallModel, kv: Pools, state: RecurrentState, rows: AttentionRows, tokens: Tokens
+) -> tuple[Logits, Pools, RecurrentState]:
     """Runs one token for each row from the row's own state; returns the states after the tokens."""
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)
     parents = np.zeros((R, 1), np.int32)
-    mixer = VerifyGDN(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
+    mixer = RecurrentVerify(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
     passed = small.forward(kv, rows, tokens, mixer)
-    after, *_ = gdn_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
+    after, *_ = recurrent_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
     return small.logits(passed.hidden), passed.kv, after

@@ -249,7 +249,9 @@ def test_items_of_covers_every_case() -> None:
     cases = [item for item in items_of([], Path()) if item.kind == "case"]
     assert len(cases) == len(list(cases_of([])))
     assert all(f"{case_of(item).op}: {case_of(item)}" == item.name for item in cases[::7])
-    assert {case_of(item).function for item in cases if item.what == "gdn_layer"} > {"prefill"}
+    assert {case_of(item).function for item in cases if item.what == "recurrent_layer"} > {
+        "prefill"
+    }
 
 
 def test_cases_of_filters_by_text() -> None:
@@ -258,11 +260,11 @@ def test_cases_of_filters_by_text() -> None:
     assert {case.op for case in every} >= {
         "attention_layer",
         "linear",
-        "gdn_layer",
+        "recurrent_layer",
         "sampling",
         "slot_state",
     }
-    assert {case.op for case in cases_of(["gdn_layer"])} == {"gdn_layer"}
+    assert {case.op for case in cases_of(["recurrent_layer"])} == {"recurrent_layer"}
     assert not list(cases_of(["no such name"]))
 
 

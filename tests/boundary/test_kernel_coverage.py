@@ -132,7 +132,7 @@ def test_accept_rules_have_kernels(rule: str, platform):
 @each_platform
 def test_float32_fallbacks_counted_on_gpu_only(platform):
     found = fallbacks_of(platform, CONFIG, dtype="float32")
-    names = ["gdn_layer.prefill", "layers.rms_norm", "linear", "lm_head"]
+    names = ["recurrent_layer.prefill", "layers.rms_norm", "linear", "lm_head"]
     assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, got float32"}
     assert fallbacks_of(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
@@ -230,8 +230,8 @@ def test_fallback_ops_are_logged_and_counted(tmp_path, capfd, monkeypatch):
         name: float(lines[f'tandem:engine_fallback_ops{{model_name="m",op="{name}"}}'])
         for name in (operation.name for operation in OPERATIONS)
     }
-    assert counts["attention_layer"] == counts["gdn_layer"] == 0
-    assert 0 < counts["gdn_layer.prefill"] < counts["linear"] == counts["layers.rms_norm"]
+    assert counts["attention_layer"] == counts["recurrent_layer"] == 0
+    assert 0 < counts["recurrent_layer.prefill"] < counts["linear"] == counts["layers.rms_norm"]
 
 
 def test_fallback_gauges_without_fallbacks_equal_zero():

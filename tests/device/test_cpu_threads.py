@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.ops.gdn import gated_delta
+from jax_impl.ops.recurrent import gated_delta
 
 PASSES, REQUESTS, TOKENS, HEADS, SIZE = 4, 8, 16, 4, 32
 rng = np.random.default_rng(0)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-import jax_impl.ops.gdn.gdn_layer
-import torch_impl.ops.gdn.gdn_layer
+import jax_impl.ops.recurrent.recurrent_layer
+import torch_impl.ops.recurrent.recurrent_layer
 from kernels.pallas_gpu.gdn import gdn_tree
 from shared.models.mixers import GatedDeltaConfig
-from shared.spec import gdn_state as spec
-from tests.support.cases.gdn.gdn_layer import TABLE, block_trees, parents_of
+from shared.spec import recurrent_state as spec
+from tests.support.cases.gdn.recurrent_layer import TABLE, block_trees, parents_of
 from tests.support.gdn_layer_kernels import (
     APART,
     CASES,
@@ -93,7 +93,7 @@ def test_gdn_decode_advances_state_and_replay_conv_state(language: str) -> None:
     slots = case.slots[is_run]
     held = (case.recurrent[LAYER, slots], case.window[LAYER, slots])
     rows = case.projected[: is_run.sum()]
-    out, recurrent, window = spec.gdn_decode(rows, case.weights, case.sizes, *held)
+    out, recurrent, window = spec.recurrent_decode(rows, case.weights, case.sizes, *held)
     np.testing.assert_allclose(got.out[: len(rows)], out, **FLOAT32)
     want = case.recurrent.copy()
     want[LAYER, slots] = recurrent
@@ -241,7 +241,7 @@ def test_gdn_tree_walk_visits_trunk_once() -> None:
 @each_language
 def test_gdn_replay_matches_spec(language: str) -> None:
     given = replay_case()
-    held = spec.GDNState(given.recurrent[:, given.slots], given.window[:, given.slots])
+    held = spec.RecurrentState(given.recurrent[:, given.slots], given.window[:, given.slots])
     paths = (given.path, given.counts, given.save_after)
     new, saved, passed = spec.replay(held, spec.ReplayInputs(*given.kept), *paths)
     passed &= given.save > 0
@@ -400,7 +400,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     """Returns the operation with its kernels bound, as on a GPU, and its arguments."""
     impl = {"pallas": jax_impl, "triton": torch_impl}[language]
     bind_kernels(monkeypatch, impl.ops, KERNELS[language])
-    ops = impl.ops.gdn.gdn_layer
+    ops = impl.ops.recurrent.recurrent_layer
     kernel, plain = (getattr(ops, f"{kind}_{case.function}") for kind in ("kernel", "plain"))
     side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
     operation = partial(kernel, impl.ops.KERNELS)

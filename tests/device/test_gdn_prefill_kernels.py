@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.gdn.gdn_layer
-import torch_impl.ops.gdn.gdn_layer
+import jax_impl.ops.recurrent.recurrent_layer
+import torch_impl.ops.recurrent.recurrent_layer
 from kernels.gdn_tiles import GDNPrefillTiles
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta
 from shared.spec.reduction_order import SQUARES
-from tests.support.cases.gdn.gdn_layer import MODEL, SMALL
 from tests.support.cases.gdn.gdn_prefill import TABLE
+from tests.support.cases.gdn.recurrent_layer import MODEL, SMALL
 from tests.support.gdn_layer_kernels import EPS, LAYER, SHARED_KEYS, WEIGHTS
 from tests.support.gdn_prefill_kernels import (
     CASES,
@@ -244,7 +244,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple
     """Returns the operation with its kernels bound, as on a GPU, and its arguments."""
     impl = {"pallas": jax_impl, "triton": torch_impl}[language]
     bind_kernels(monkeypatch, impl.ops, KERNELS[language])
-    ops = impl.ops.gdn.gdn_layer
+    ops = impl.ops.recurrent.recurrent_layer
     side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
     operation = partial(ops.kernel_prefill, impl.ops.KERNELS)
     if language == "pallas":

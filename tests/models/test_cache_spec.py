@@ -68,7 +68,7 @@ def test_cache_bytes_in_plan_equal_allocated_state(framework, dtype):
 
 
 def test_cache_spec_bytes_scale_with_mixer_sizes():
-    attention, delta = MODEL.attention, MODEL.gated_delta
+    attention, delta = MODEL.attention, MODEL.recurrent
     wide = replace(attention, num_kv_heads=4)
     assert [x.piece_bytes(2) for x in wide.cache_specs] == [
         2 * x.piece_bytes(2) for x in attention.cache_specs
@@ -135,6 +135,6 @@ def test_model_config_rejects_contradicting_kv_source(has_kv, source):
 
 
 def test_model_config_rejects_states_of_different_sizes():
-    odd = LayerConfig(mixer=replace(MODEL.gated_delta, num_value_heads=8), mlp=MODEL.dense)
+    odd = LayerConfig(mixer=replace(MODEL.recurrent, num_value_heads=8), mlp=MODEL.dense)
     with pytest.raises(ValueError, match="GDN layers of different sizes"):
         replace(MODEL, layers=(*MODEL.layers, odd))

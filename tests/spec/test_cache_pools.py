@@ -23,7 +23,7 @@ def test_new_pools_have_shapes_of_their_layers():
 
 
 def test_new_state_stacks_gdn_layers_and_rows():
-    delta = HYBRID.gated_delta
+    delta = HYBRID.recurrent
     state = cache_pools.new_state(HYBRID, 3)
     layers = sum(each.mixer == delta for each in HYBRID.layers)
     assert state.recurrent.shape == (layers, 3, *delta.cache_specs[0].shape)

@@ -17,7 +17,8 @@ import pytest
 from shared.boundary.backend import Backend
 from shared.reference import drafters
 from shared.spec import attention, cache_pools, draft_tree, eagle, sampling, standalone, tree_growth
-from shared.spec.gdn_state import GDNState, PrefillGDN
+from shared.spec.recurrent_mixer import RecurrentPrefill
+from shared.spec.recurrent_state import RecurrentState
 from shared.spec.tree_growth import DraftRequests
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
@@ -33,7 +34,7 @@ FAMILIES = ("qwen3_5", "llama")
 GREEDY: dict = {"temperature": 0.0}
 SAMPLED: dict = {"temperature": 1.0, "seed32": 77}
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-Memory = tuple[cache_pools.KV, GDNState]
+Memory = tuple[cache_pools.KV, RecurrentState]
 
 
 class Drafting:
@@ -59,7 +60,7 @@ class Drafting:
             kv, state = standalone.prefill(self.small, kv, state, text, 0, *where)
             states.append(state)
         recurrent = np.concatenate([state.recurrent for state in states], axis=1)
-        return kv, GDNState(recurrent, np.concatenate([s.window for s in states], axis=1))
+        return kv, RecurrentState(recurrent, np.concatenate([s.window for s in states], axis=1))
 
     def rank(self, logits: np.ndarray, paths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         self.ranked.append((logits, paths))
@@ -87,7 +88,9 @@ class Drafting:
             len(tokens),
         )
         state = cache_pools.new_state(self.small.config, 1)
-        mixer = PrefillGDN(self.small.config, self.small.weights, state, np.array([0, len(tokens)]))
+        mixer = RecurrentPrefill(
+            self.small.config, self.small.weights, state, np.array([0, len(tokens)])
+        )
         passed = self.small.forward(self.kv, rows, tokens, mixer)
         return self.small.logits(passed.hidden[-1:])[0]
 
@@ -108,7 +111,7 @@ def test_standalone_tree_node_equals_prefill_of_path(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_standalone_drafting_writes_within_scratch(family):
     drafting = Drafting(family, np.array([0, 0]))
-    state = GDNState(drafting.state.recurrent.copy(), drafting.state.window.copy())
+    state = RecurrentState(drafting.state.recurrent.copy(), drafting.state.window.copy())
     *_, kv = drafting.draft(7)
     before, after = (attention.read(pool[0, 0], TABLE, 32) for (pool,) in (drafting.kv, kv))
     changed = (before != after).any(axis=(2, 3))
@@ -335,7 +338,7 @@ def nodes_at_the_heads_positions(patch: pytest.MonkeyPatch) -> None:
 def nodes_start_from_the_requests_state(patch: pytest.MonkeyPatch) -> None:
     healthy = standalone._step
 
-    def step(small: Any, kv: Any, state: GDNState, *rest: Any) -> Any:
+    def step(small: Any, kv: Any, state: RecurrentState, *rest: Any) -> Any:
         logits, kv, _ = healthy(small, kv, state, *rest)
         return logits, kv, state
 

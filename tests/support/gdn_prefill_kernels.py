@@ -13,8 +13,9 @@ from jax.experimental.pallas import triton as pltriton
 
 from kernels.gdn_tiles import GDNPrefillTiles
 from shared.models.mixers import GatedDeltaConfig
-from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights
+from shared.spec import recurrent_layer as spec
+from shared.spec.recurrent_mixer import RecurrentWeights
+from shared.spec.recurrent_state import WINDOW, RecurrentState
 from shared.spec.reduction_order import SQUARES
 from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS, WEIGHTS
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
@@ -35,7 +36,7 @@ class Case:
     sizes: GatedDeltaConfig
     lengths: np.ndarray
     projected: np.ndarray
-    weights: GDNWeights
+    weights: RecurrentWeights
     recurrent: np.ndarray
     window: np.ndarray
     saved_recurrent: np.ndarray
@@ -104,7 +105,7 @@ def make(
     projected = rng.standard_normal((R, C + H * V + 2 * H)).astype(np.float32)
     keys = slice(sizes.num_key_heads * K, 2 * sizes.num_key_heads * K)
     projected[:, keys] += alike * (2 * projected[:1, keys] - projected[:, keys])
-    weights = GDNWeights(
+    weights = RecurrentWeights(
         conv=in_half(rng.standard_normal((C, 4))),
         a_log=rng.uniform(-1, 0, H).astype(np.float32),
         # The first head's decays are nearly 1.
@@ -182,7 +183,7 @@ def specified(case: Case) -> Found:
     starts = case.row_starts
     recurrent, window, saved_recurrent, saved_window = (getattr(case, x).copy() for x in STATES)
     out = np.zeros((len(case.projected), case.sizes.num_value_heads * case.sizes.value_size))
-    states = GDNState(case.recurrent, case.window)
+    states = RecurrentState(case.recurrent, case.window)
     for request, slot in enumerate(case.slots):
         whole, save = case.lengths[request], case.save[request]
         for count in {case.save_after[request], whole} if save else {whole}:

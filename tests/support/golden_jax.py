@@ -14,8 +14,8 @@ from jax_impl import cache_pools, layers, model, weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
-from jax_impl.ops.gdn import gdn_layer
 from jax_impl.ops.gemm.layers import ImageEmbeds
+from jax_impl.ops.recurrent import recurrent_layer
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import draft_tree
 from shared.boundary.tp_group import SINGLE_RANK
@@ -147,7 +147,10 @@ class Passes:
         rows = _causal_rows(count, length)._replace(positions=positions, mrope_positions=turns)
         mixer = None
         if state is not None:
-            pools, where = (state, gdn_layer.take(state, SINK)), (SINK, row_starts, rows.request)
+            pools, where = (
+                (state, recurrent_layer.take(state, SINK)),
+                (SINK, row_starts, rows.request),
+            )
             mixer = layers.PrefillMixer(self._config, *pools, *where, SINK, SINK)
         passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams)
         after = None if mixer is None else mixer.carry[0]
@@ -163,7 +166,7 @@ class Passes:
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
-            nodes = gdn_layer.TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
+            nodes = recurrent_layer.TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.carry[1].kept
@@ -174,8 +177,11 @@ class Passes:
         where = (ints(TABLE), length[None], path, counts)
         kv = tuple(attention.compact_accepted_kv(pool, *where) for pool in kv)
         if state is not None:
-            pools, where = (state, gdn_layer.take(state, SINK)), (SINK, path, counts, SINK, SINK)
-            state, _ = gdn_layer.commit(*pools, kept, *where)
+            pools, where = (
+                (state, recurrent_layer.take(state, SINK)),
+                (SINK, path, counts, SINK, SINK),
+            )
+            state, _ = recurrent_layer.commit(*pools, kept, *where)
         return kv, state
 
     def _mtp(self, arrays, kv, tokens, hidden, count, first, images):

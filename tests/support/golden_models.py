@@ -18,7 +18,16 @@ from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.spec import attention, cache_pools, eagle, gdn_state, layers, model, sampling
+from shared.spec import (
+    attention,
+    cache_pools,
+    eagle,
+    layers,
+    model,
+    recurrent_mixer,
+    recurrent_state,
+    sampling,
+)
 from shared.spec.draft_tree import TreeShape
 from shared.spec.linear import Matrix
 from shared.spec.tree_growth import DraftRequests
@@ -184,7 +193,7 @@ class SpecModel:
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         rows = replace(rows, positions=positions)
-        mixer = gdn_state.PrefillGDN(self.config, self.weights, self._state, row_starts)
+        mixer = recurrent_mixer.RecurrentPrefill(self.config, self.weights, self._state, row_starts)
         passed = model.forward(self.config, self.weights, self._kv, rows, tokens, None, mixer)
         return self._pass(passed, len(tokens))
 
@@ -213,7 +222,7 @@ class SpecModel:
         move = attention.compact_accepted_kv
         self._kv = tuple(move(pool, *where) for pool in self._kv)
         nothing_saved = np.zeros(1, int)
-        self._state, _, _ = gdn_state.replay(
+        self._state, _, _ = recurrent_state.replay(
             self._state, self._kept, path[None], counts, nothing_saved
         )
         self._length += len(path)

@@ -29,9 +29,9 @@ from torch_impl import cache_pools, model, weights
 from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
-from torch_impl.ops.gdn import gdn_layer
-from torch_impl.ops.gdn.gdn_layer import TreeNodes
 from torch_impl.ops.gemm import layers
+from torch_impl.ops.recurrent import recurrent_layer
+from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import draft_tree
 
@@ -77,7 +77,7 @@ class TorchModel:
         self._streams = tuple(range(config.num_layers + 1))
         self._state = cache_pools.new_states(config.cache_pools, 1, torch.float32, CPU)
         if self._state is not None:
-            self._no_snapshot = gdn_layer.take(self._state, ints([0]))  # the sink
+            self._no_snapshot = recurrent_layer.take(self._state, ints([0]))  # the sink
 
     def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
         count, row_starts = len(tokens), ints([0, len(tokens)])
@@ -88,7 +88,7 @@ class TorchModel:
         if images is not None:
             self._delta = ints([images.delta])
         mixer = None
-        if self._model.config.gated_delta:
+        if self._model.config.recurrent:
             where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
             mixer = PrefillMixer(self._model.config, self._state, self._no_snapshot, *where)
         passed = self._forward(ints(tokens), shown, rows, mixer)
@@ -104,7 +104,7 @@ class TorchModel:
         if self._delta is not None:
             flat = attention.with_mrope(flat, self._delta)
         self._mixer = None
-        if self._model.config.gated_delta:
+        if self._model.config.recurrent:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
             nodes = TreeNodes(parents, flat.row_starts, row_of, flat.request, node)

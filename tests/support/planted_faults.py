@@ -25,9 +25,9 @@ from shared.spec import (
     attention,
     draft_tree,
     gated_delta,
-    gdn_state,
     grammar_bitmask,
     kv_transfer,
+    recurrent_state,
     sampling,
     slot_state,
     verify_budget,
@@ -126,7 +126,7 @@ def stale_state_after_zero_accepts(patch: Patch) -> None:
             passed,
         )
 
-    after(patch, gdn_state, "replay", spoil)
+    after(patch, recurrent_state, "replay", spoil)
 
 
 def full_page_rewritten(patch: Patch) -> None:
@@ -150,7 +150,7 @@ def snapshot_taken_at_the_end_of_the_step(patch: Patch) -> None:
         new, _, passed = found
         return new, new, passed
 
-    after(patch, gdn_state, "replay", spoil)
+    after(patch, recurrent_state, "replay", spoil)
 
 
 def holes_in_draft_memory_read(patch: Patch) -> None:
@@ -303,9 +303,9 @@ def recurrent_state_of_the_root(patch: Patch) -> None:
 
 
 def conv_window_of_the_root(patch: Patch) -> None:
-    healthy = gdn_state.tree_windows
+    healthy = recurrent_state.tree_windows
     patch.setattr(
-        gdn_state,
+        recurrent_state,
         "tree_windows",
         lambda window, inputs, parents: healthy(window, inputs, np.zeros_like(parents)),
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_impl.ops import compiled_for
-from jax_impl.ops.gdn import gated_delta as ops
+from jax_impl.ops.recurrent import gated_delta as ops
 from jax_impl.training import forward, gated_delta, init, layers, losses
 from shared.models.families import config_from_dict
 from shared.models.parameters import parameters

@@ -13,12 +13,12 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.eagle import FirstLevel, extend_rows, grow
 from torch_impl.drafters.heads import Tokens
-from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
+from torch_impl.layers import PrefillMixer, RecurrentMixer, VerifyMixer
 from torch_impl.model import Model
 from torch_impl.ops.attention.attention import AttentionRows
-from torch_impl.ops.gdn import gdn_layer, gdn_state
-from torch_impl.ops.gdn.gdn_layer import TreeNodes
-from torch_impl.ops.gdn.gdn_state import GDNState
+from torch_impl.ops.recurrent import recurrent_layer, recurrent_state
+from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
+from torch_impl.ops.recurrent.recurrent_state import RecurrentState
 from torch_impl.ops.sampling.lm_head import Projection
 
 
@@ -47,9 +47,9 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, committed.rows, committed.tokens, None)
             return
-        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, prompts.first))
+        recurrent_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, prompts.first))
         save_after = plan.save_at - prompts.first
-        is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+        is_saved = recurrent_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
         pools, where = (
             (memory.delta, memory.snapshots),
@@ -70,7 +70,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, committed.rows, committed.tokens, None)
             return
-        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, before))
+        recurrent_layer.put(memory.delta, plan.slots, _context(memory, plan.slots, before))
         B, W = len(counts), len(committed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
@@ -92,7 +92,7 @@ class StandaloneDrafter:
             nonlocal states
             mixer = None
             if states is not None:
-                states = gdn_layer.take(states, parent)
+                states = recurrent_layer.take(states, parent)
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
                 request = starts[:-1]
                 nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
@@ -109,7 +109,7 @@ class StandaloneDrafter:
         return grow(expand, first, requests, shape, rank, root_rows=1)
 
     def _forward(
-        self, memory: DraftState, rows: AttentionRows, tokens: Tokens, mixer: DeltaMixer | None
+        self, memory: DraftState, rows: AttentionRows, tokens: Tokens, mixer: RecurrentMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
         # The draft model is text-only, also with a VLM as target.
@@ -117,10 +117,12 @@ class StandaloneDrafter:
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 
-def _context(memory: DraftState, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> GDNState:
+def _context(
+    memory: DraftState, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"]
+) -> RecurrentState:
     """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     is_whole = (memory.draft_from[slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # a draft model with GDN layers
-    held = gdn_layer.take(memory.delta, slots)
+    held = recurrent_layer.take(memory.delta, slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
-    return GDNState(recurrent, torch.where(is_whole, held.window, 0))
+    return RecurrentState(recurrent, torch.where(is_whole, held.window, 0))

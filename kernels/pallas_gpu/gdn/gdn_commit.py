@@ -46,7 +46,7 @@ def commit(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """Same as `shared.spec.gdn_layer.commit`, for all layers in one launch.
+    """Same as `shared.spec.recurrent_layer.commit`, for all layers in one launch.
 
     Args:
       recurrent, window, kept, slots: See `gdn_layer.verify`. If it has advanced the recurrent

@@ -96,10 +96,10 @@ def verify(
     tuple[Float[jax.Array, "L B N ..."], ...],
     Int[jax.Array, "B H"],
 ]:
-    """Same as `shared.spec.gdn_layer.verify` or `decode`, for flat rows grouped by request.
+    """Same as `shared.spec.recurrent_layer.verify` or `decode`, for flat rows grouped by request.
 
     Args:
-      projected: See `shared.spec.gdn_state.split_inputs`.
+      projected: See `shared.spec.recurrent_state.split_inputs`.
       conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
       eps: Epsilon of the norm.
       recurrent, window, layer: States of all layers, and the index of the layer to read. It is an

@@ -95,10 +95,10 @@ def prefill(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """Same as `shared.spec.gdn_layer.prefill`, for flat bfloat16 rows grouped by request.
+    """Same as `shared.spec.recurrent_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
-      projected: See `shared.spec.gdn_state.split_inputs`.
+      projected: See `shared.spec.recurrent_state.split_inputs`.
       conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
       recurrent, window, layer: States of all layers, and the index of the layer to read and write.
         It is an operand, because XLA compiles kernels of equal text once.

@@ -39,7 +39,7 @@ def commit(
     *,
     tiles: GDNLayerTiles,
 ) -> None:
-    """Same as `shared.spec.gdn_layer.commit`, for all layers in one launch.
+    """Same as `shared.spec.recurrent_layer.commit`, for all layers in one launch.
 
     Args:
       recurrent, window, kept, slots: See `gdn_layer.verify`. If it has advanced the recurrent

@@ -103,10 +103,10 @@ def verify(
     digits: int,
     tiles: GDNLayerTiles,
 ) -> Float[Tensor, "R values"]:
-    """Same as `shared.spec.gdn_layer.verify` or `decode`, for flat rows grouped by request.
+    """Same as `shared.spec.recurrent_layer.verify` or `decode`, for flat rows grouped by request.
 
     Args:
-      projected: See `shared.spec.gdn_state.split_inputs`.
+      projected: See `shared.spec.recurrent_state.split_inputs`.
       conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
       recurrent, window, layer: States of all layers, and the index of the layer to read.
       slots: State slot of each request; distinct in plain decoding, except for padding.

@@ -85,10 +85,10 @@ def prefill(
     digits: int,
     tiles: GDNPrefillTiles,
 ) -> Float[Tensor, "R values"]:
-    """Same as `shared.spec.gdn_layer.prefill`, for flat bfloat16 rows grouped by request.
+    """Same as `shared.spec.recurrent_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
-      projected: See `shared.spec.gdn_state.split_inputs`.
+      projected: See `shared.spec.recurrent_state.split_inputs`.
       conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
       recurrent, window, layer: States of all layers, and the index of the layer to read and write.
       saved_recurrent, saved_window: Snapshots of all layers.

@@ -7,8 +7,8 @@ import numpy as np
 
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import draft_tree
-from shared.spec import gdn_layer as spec
-from tests.support.cases.gdn.gdn_layer import MODEL, SMALL, states_of, weights_of
+from shared.spec import recurrent_layer as spec
+from tests.support.cases.gdn.recurrent_layer import MODEL, SMALL, states_of, weights_of
 from tests.support.op_case import Arguments, OpCase, as_list
 
 
@@ -54,7 +54,7 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
 
 def _case(name: str, lengths: Sequence[int], sizes: GatedDeltaConfig, is_large: bool) -> OpCase:
     return OpCase(
-        op="gdn_layer",
+        op="recurrent_layer",
         function="prefill",
         name=name,
         make=partial(arguments, lengths=lengths, sizes=sizes),

@@ -1,4 +1,6 @@
-"""GDN layer between its two projections, on the states of slots; same as `shared.spec.gdn_layer`.
+"""Recurrent layer between its two projections, on the states of slots.
+
+Same as `shared.spec.recurrent_layer`.
 
 States are written in place. On a GPU these are kernels (prefill: bfloat16 only); see
 `torch_impl.ops`.
@@ -13,13 +15,15 @@ from torch import Tensor
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, any_row_set, is_bfloat16, kernel_or_reference
-from torch_impl.ops.gdn.gdn_state import (
-    GDNState,
-    GDNWeights,
+from torch_impl.ops.recurrent.recurrent_mixer import (
+    RecurrentWeights,
+    recurrent_decode,
+    recurrent_prefill,
+    recurrent_verify_tree,
+)
+from torch_impl.ops.recurrent.recurrent_state import (
+    RecurrentState,
     ReplayInputs,
-    gdn_decode,
-    gdn_prefill,
-    gdn_verify_tree,
     path_window,
     replay,
 )
@@ -57,7 +61,9 @@ class VerifyScratch:
     arrivals: Int[Tensor, "B H"]
 
 
-def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+def verify_scratch(
+    states: RecurrentState, requests: int, nodes: int, advances: bool
+) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
@@ -71,28 +77,28 @@ def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) 
     return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
 
 
-def take(states: GDNState, index: Int[Tensor, " B"]) -> GDNState:
+def take(states: RecurrentState, index: Int[Tensor, " B"]) -> RecurrentState:
     """Reads the states of some slots or snapshots."""
-    return GDNState(states.recurrent[:, index], states.window[:, index])
+    return RecurrentState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: GDNState, index: Int[Tensor, " B"], rows: GDNState) -> None:
+def put(states: RecurrentState, index: Int[Tensor, " B"], rows: RecurrentState) -> None:
     """Replaces the states of some slots or snapshots."""
     states.recurrent[:, index] = rows.recurrent
     states.window[:, index] = rows.window
 
 
-def followed(states: GDNState, inputs: Float[Tensor, "L B one C"]) -> GDNState:
+def followed(states: RecurrentState, inputs: Float[Tensor, "L B one C"]) -> RecurrentState:
     """Adds the new convolution windows to advanced states."""
-    return GDNState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
+    return RecurrentState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
 
 
 def plain_prefill(
     inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
     row_starts: Int[Tensor, " B1"],
@@ -100,14 +106,16 @@ def plain_prefill(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    """Runs `gdn_prefill` on a layer's states in their slots.
+    """Runs `recurrent_prefill` on a layer's states in their slots.
 
     Args:
       states, snapshots: States of all slots and of all snapshots.
       save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new, saved = gdn_prefill(inputs, weights, sizes, *held, row_starts, request, save_after)
+    out, *new, saved = recurrent_prefill(
+        inputs, weights, sizes, *held, row_starts, request, save_after
+    )
     states.recurrent[layer, slots], states.window[layer, slots] = new
     if snapshots.recurrent.shape[1] > 1:  # the first is reserved for padding
         snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
@@ -117,10 +125,10 @@ def plain_prefill(
 def kernel_prefill(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
     row_starts: Int[Tensor, " B1"],
@@ -154,15 +162,15 @@ prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 
 def plain_verify(
     inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """Runs `gdn_verify_tree` on a layer's states in their slots, which are not changed.
+    """Runs `recurrent_verify_tree` on a layer's states in their slots, which are not changed.
 
     Args:
       states: States of all slots and layers.
@@ -171,7 +179,7 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, kept_nodes = gdn_verify_tree(inputs, weights, sizes, *held, *where)
+    out, kept_nodes = recurrent_verify_tree(inputs, weights, sizes, *held, *where)
     for memory, new in zip(_arrays_of(scratch.kept), _arrays_of(kept_nodes), strict=True):
         memory[layer] = new[0]
     return out
@@ -180,9 +188,9 @@ def plain_verify(
 def kernel_verify(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: TreeNodes,
@@ -215,21 +223,21 @@ verify = kernel_or_reference(kernel_verify, plain_verify)
 
 def plain_decode(
     inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: TreeNodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """Runs `gdn_decode` on a layer's states in their slots; `commit` advances their windows.
+    """Runs `recurrent_decode` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
       nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, states.recurrent[layer, slots], _ = gdn_decode(inputs, weights, sizes, *held)
+    out, states.recurrent[layer, slots], _ = recurrent_decode(inputs, weights, sizes, *held)
     (memory,) = _arrays_of(scratch.kept)
     memory[layer, :, 0] = inputs[:, : sizes.channels]
     return out
@@ -240,15 +248,15 @@ decode = kernel_or_reference(kernel_decode, plain_decode)
 
 
 def plain_commit(
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     kept: ReplayInputs | Float[Tensor, "L B one C"],
     slots: Int[Tensor, " B"],
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
-) -> tuple[GDNState, GDNState]:
+) -> tuple[RecurrentState, RecurrentState]:
     """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
@@ -267,21 +275,21 @@ def plain_commit(
     if any_row_set(is_saved):
         recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
         places = torch.where(is_saved, save, 0)  # 0 for all others
-        put(snapshots, places, GDNState(recurrent, saved_window))
+        put(snapshots, places, RecurrentState(recurrent, saved_window))
     return states, snapshots
 
 
 def kernel_commit(
     kernels: Kernels,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     kept: ReplayInputs | Float[Tensor, "L B one C"],
     slots: Int[Tensor, " B"],
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
-) -> tuple[GDNState, GDNState]:
+) -> tuple[RecurrentState, RecurrentState]:
     kernels.gdn_commit.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
         *(_arrays_of(kept), slots, path, counts, save_after, save),

@@ -1,4 +1,6 @@
-"""GDN layer between its two projections, on the states of slots; same as `shared.spec.gdn_layer`.
+"""Recurrent layer between its two projections, on the states of slots.
+
+Same as `shared.spec.recurrent_layer`.
 
 On a GPU these are kernels (prefill: bfloat16 only); see `jax_impl.ops`.
 """
@@ -11,16 +13,13 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_reference, operand
-from jax_impl.ops.gdn.gdn_state import (
-    GDNState,
-    GDNWeights,
-    ReplayInputs,
-    gdn_decode,
-    gdn_prefill,
-    gdn_verify_tree,
-    path_window,
-    replay,
+from jax_impl.ops.recurrent.recurrent_mixer import (
+    RecurrentWeights,
+    recurrent_decode,
+    recurrent_prefill,
+    recurrent_verify_tree,
 )
+from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs, path_window, replay
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec.reduction_order import SQUARES
 
@@ -55,7 +54,9 @@ class VerifyScratch(NamedTuple):
     arrivals: Int[jax.Array, "B H"]
 
 
-def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+def verify_scratch(
+    states: RecurrentState, requests: int, nodes: int, advances: bool
+) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
@@ -69,67 +70,69 @@ def verify_scratch(states: GDNState, requests: int, nodes: int, advances: bool) 
     return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
 
 
-def take(states: GDNState, index: Int[jax.Array, " B"]) -> GDNState:
+def take(states: RecurrentState, index: Int[jax.Array, " B"]) -> RecurrentState:
     """Reads the states of some slots or snapshots."""
-    return GDNState(states.recurrent[:, index], states.window[:, index])
+    return RecurrentState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: GDNState, index: Int[jax.Array, " B"], rows: GDNState) -> GDNState:
+def put(
+    states: RecurrentState, index: Int[jax.Array, " B"], rows: RecurrentState
+) -> RecurrentState:
     """Replaces the states of some slots or snapshots."""
-    return GDNState(
+    return RecurrentState(
         states.recurrent.at[:, index].set(rows.recurrent),
         states.window.at[:, index].set(rows.window),
     )
 
 
-def followed(states: GDNState, inputs: Float[jax.Array, "L B one C"]) -> GDNState:
+def followed(states: RecurrentState, inputs: Float[jax.Array, "L B one C"]) -> RecurrentState:
     """Adds the new convolution windows to advanced states."""
     window = jnp.concatenate([states.window[:, :, 1:], inputs], axis=2)
-    return GDNState(states.recurrent, window)
+    return RecurrentState(states.recurrent, window)
 
 
 def plain_prefill(
     inputs: Float[jax.Array, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     row_starts: Int[jax.Array, " B1"],
     request: Int[jax.Array, " R"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
-    """Runs `gdn_prefill` on a layer's states in their slots.
+) -> tuple[Float[jax.Array, "R values"], RecurrentState, RecurrentState]:
+    """Runs `recurrent_prefill` on a layer's states in their slots.
 
     Args:
       states, snapshots: States of all slots and of all snapshots.
       save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, *new, saved = gdn_prefill(
+    out, *new, saved = recurrent_prefill(
         inputs, weights.alone(layer), sizes, *held, row_starts, request, save_after
     )
-    states = GDNState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
+    states = RecurrentState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
     parts = zip(snapshots, saved, strict=True)
-    return out, states, GDNState(*(x.at[layer, save].set(y) for x, y in parts))
+    return out, states, RecurrentState(*(x.at[layer, save].set(y) for x, y in parts))
 
 
 def kernel_prefill(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     row_starts: Int[jax.Array, " B1"],
     request: Int[jax.Array, " R"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[Float[jax.Array, "R values"], GDNState, GDNState]:
+) -> tuple[Float[jax.Array, "R values"], RecurrentState, RecurrentState]:
     out, recurrent, window, *saved = kernels.gdn_prefill.prefill(
         inputs,
         conv=weights.conv,
@@ -149,7 +152,7 @@ def kernel_prefill(
         digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
     )
-    return out, GDNState(recurrent, window), GDNState(*saved)
+    return out, RecurrentState(recurrent, window), RecurrentState(*saved)
 
 
 prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
@@ -157,15 +160,15 @@ prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 
 def plain_verify(
     inputs: Float[jax.Array, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
-    """Runs `gdn_verify_tree` on a layer's states in their slots, which are not changed.
+) -> tuple[Float[jax.Array, "R values"], RecurrentState, VerifyScratch]:
+    """Runs `recurrent_verify_tree` on a layer's states in their slots, which are not changed.
 
     Args:
       states: States of all slots and layers.
@@ -174,7 +177,7 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, kept_nodes = gdn_verify_tree(inputs, weights.alone(layer), sizes, *held, *where)
+    out, kept_nodes = recurrent_verify_tree(inputs, weights.alone(layer), sizes, *held, *where)
     parts = zip(scratch.kept, kept_nodes, strict=True)
     return (
         out,
@@ -186,14 +189,14 @@ def plain_verify(
 def kernel_verify(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
+) -> tuple[Float[jax.Array, "R values"], RecurrentState, VerifyScratch]:
     """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
@@ -214,7 +217,11 @@ def kernel_verify(
         digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
     )
-    return out, GDNState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
+    return (
+        out,
+        RecurrentState(recurrent, states.window),
+        VerifyScratch(_kept_of_arrays(kept), arrivals),
+    )
 
 
 verify = kernel_or_reference(kernel_verify, plain_verify)
@@ -222,25 +229,25 @@ verify = kernel_or_reference(kernel_verify, plain_verify)
 
 def plain_decode(
     inputs: Float[jax.Array, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: TreeNodes,
     scratch: VerifyScratch,
-) -> tuple[Float[jax.Array, "R values"], GDNState, VerifyScratch]:
-    """Runs `gdn_decode` on a layer's states in their slots; `commit` advances their windows.
+) -> tuple[Float[jax.Array, "R values"], RecurrentState, VerifyScratch]:
+    """Runs `recurrent_decode` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
       nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
-    out, new, _ = gdn_decode(inputs, weights.alone(layer), sizes, *held)
+    out, new, _ = recurrent_decode(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
     assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
     kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
-    return out, GDNState(recurrent, states.window), scratch._replace(kept=kept)
+    return out, RecurrentState(recurrent, states.window), scratch._replace(kept=kept)
 
 
 kernel_decode = kernel_verify
@@ -248,15 +255,15 @@ decode = kernel_or_reference(kernel_decode, plain_decode)
 
 
 def plain_commit(
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     kept: ReplayInputs | Float[jax.Array, "L B one C"],
     slots: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[GDNState, GDNState]:
+) -> tuple[RecurrentState, RecurrentState]:
     """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
@@ -270,26 +277,26 @@ def plain_commit(
         return put(states, slots, new), put(snapshots, places, saved)
     taken = jnp.where(save_after == 1, counts, 0)
     new, saved = (path_window(before.window, kept, x) for x in (counts, taken))
-    states = GDNState(states.recurrent, states.window.at[:, slots].set(new))
-    return states, put(snapshots, places, GDNState(before.recurrent, saved))
+    states = RecurrentState(states.recurrent, states.window.at[:, slots].set(new))
+    return states, put(snapshots, places, RecurrentState(before.recurrent, saved))
 
 
 def kernel_commit(
     kernels: Kernels,
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     kept: ReplayInputs | Float[jax.Array, "L B one C"],
     slots: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
-) -> tuple[GDNState, GDNState]:
+) -> tuple[RecurrentState, RecurrentState]:
     *new, recurrent, window = kernels.gdn_commit.commit(
         *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
     )
-    return GDNState(*new), GDNState(recurrent, window)
+    return RecurrentState(*new), RecurrentState(recurrent, window)
 
 
 commit = kernel_or_reference(kernel_commit, plain_commit)

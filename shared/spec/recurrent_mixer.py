@@ -1,11 +1,4 @@
-"""Recurrent state of GDN layers, the layers of a pass, and replay over an accepted path.
-
-Per layer, the state is the recurrent state `[H, K, V]` in float32 and the convolution window: the
-last three convolution inputs, oldest first, zeros before the first token. A verify step changes
-neither; it stores the inputs of its nodes. The inputs of the accepted path are then replayed from
-the old state, by the same recurrence and in the same order as plain decoding. (Serving engines call
-this state "mamba state"; no Mamba layer is involved.)
-"""
+"""Recurrent layer between its two projections, over given states, and the layers of a pass."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -13,132 +6,22 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
 from shared.models.mixers import GatedDeltaConfig
-from shared.spec import gated_delta, layers
-
-WINDOW = 3
-"""Convolution inputs (width 4) before the current one."""
-
-
-@dataclass(frozen=True)
-class GDNState:
-    """States of a batch of rows in all GDN layers.
-
-    Attributes:
-      recurrent: Recurrent state, float32.
-      window: The last three convolution inputs, oldest first.
-    """
-
-    recurrent: Float[np.ndarray, "L B H K V"]
-    window: Float[np.ndarray, "L B 3 C"]
+from shared.spec import gated_delta
+from shared.spec.recurrent_state import (
+    RecurrentState,
+    ReplayInputs,
+    chain_windows,
+    conv,
+    tree_windows,
+)
 
 
 @dataclass(frozen=True)
-class ReplayInputs:
-    """Inputs of a verify step's nodes in all GDN layers, stored unchanged for state replay."""
-
-    k: Float[np.ndarray, "L B N H K"]
-    v: Float[np.ndarray, "L B N H V"]
-    log_decay: Float[np.ndarray, "L B N H"]
-    beta: Float[np.ndarray, "L B N H"]
-    inputs: Float[np.ndarray, "L B N C"]
-
-
-def conv(
-    windows: Float[np.ndarray, "*rows 3 C"],
-    inputs: Float[np.ndarray, "*rows C"],
-    weight: Float[np.ndarray, "C 4"],
-) -> Float[np.ndarray, "*rows C"]:
-    """Computes the depthwise causal convolution of width 4, then SiLU; `windows` are the inputs
-    before.
-    """
-    taps = np.concatenate([windows, inputs[..., None, :]], axis=-2)
-    return layers.silu(np.sum(taps * weight.T, axis=-2))
-
-
-def chain_windows(
-    window: Float[np.ndarray, "3 C"], inputs: Float[np.ndarray, "T C"]
-) -> Float[np.ndarray, "T1 3 C"]:
-    """Returns the window before each of a request's T tokens; entry T is the window after the
-    last.
-    """
-    rows = np.concatenate([window, inputs])
-    return rows[np.arange(len(inputs) + 1)[:, None] + np.arange(WINDOW)]
-
-
-def tree_windows(
-    window: Float[np.ndarray, "B 3 C"],
-    inputs: Float[np.ndarray, "B N C"],
-    parents: Int[np.ndarray, "B N"],
-) -> Float[np.ndarray, "B N 3 C"]:
-    """Returns the window before each node of a draft tree: its ancestors, preceded by the old
-    window.
-    """
-    rows = np.arange(len(window))
-    before = [window]
-    for node in range(1, inputs.shape[1]):
-        parent = parents[:, node]
-        older = np.stack(before, axis=1)[rows, parent]
-        before.append(np.concatenate([older[:, 1:], inputs[rows, parent][:, None]], axis=1))
-    return np.stack(before, axis=1)
-
-
-def path_window(
-    window: Float[np.ndarray, "L B 3 C"],
-    inputs: Float[np.ndarray, "L B W C"],
-    taken: Int[np.ndarray, " B"],
-) -> Float[np.ndarray, "L B 3 C"]:
-    """Returns the window after `taken` inputs of a path: rows `[taken, taken + 3)` of the
-    concatenation.
-    """
-    rows = np.concatenate([window, inputs], axis=2)
-    index = taken[:, None] + np.arange(WINDOW)
-    return np.take_along_axis(rows, index[None, :, :, None], axis=2)
-
-
-def replay(
-    state: GDNState,
-    kept: ReplayInputs,
-    path: Int[np.ndarray, "B W"],
-    counts: Int[np.ndarray, " B"],
-    save_after: Int[np.ndarray, " B"],
-) -> tuple[GDNState, GDNState, Bool[np.ndarray, " B"]]:
-    """Advances each row's state along its accepted path (state replay).
-
-    Args:
-      state: States before the step.
-      kept: Replay inputs of the tree's nodes.
-      path: Nodes of the path, the root first.
-      counts: Number of committed nodes; 0 leaves the state unchanged.
-      save_after: Tokens of this step after which a snapshot is taken: the plan's `save_at` minus
-        the row's length.
-
-    Returns:
-      The states after the path; the snapshots; and True for rows whose snapshot was passed, that is
-      `1 <= save_after <= counts`. Other snapshots are undefined.
-    """
-    rows = np.arange(len(path))
-    k, v, log_decay, beta, inputs = (
-        x[:, rows[:, None], path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
-    )
-    recurrent = saved = state.recurrent
-    for i in range(path.shape[1]):
-        after = gated_delta.update(
-            recurrent, k[:, :, i], v[:, :, i], log_decay[:, :, i], beta[:, :, i]
-        )
-        recurrent = np.where(np.greater(counts, i)[None, :, None, None, None], after, recurrent)
-        saved = np.where(np.equal(save_after, i + 1)[None, :, None, None, None], recurrent, saved)
-    passed = (save_after >= 1) & (save_after <= counts)
-    save_window = path_window(state.window, inputs, np.where(passed, save_after, 0))
-    new_window = path_window(state.window, inputs, counts)
-    return GDNState(recurrent, new_window), GDNState(saved, save_window), passed
-
-
-@dataclass(frozen=True)
-class GDNWeights:
+class RecurrentWeights:
     """Weights of a GDN layer besides its two matrices.
 
     Attributes:
@@ -154,9 +37,9 @@ class GDNWeights:
     eps: float
 
 
-def gdn_prefill(
+def recurrent_prefill(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
@@ -188,9 +71,9 @@ def gdn_prefill(
     return _normed(out, z, weights), recurrent, window
 
 
-def gdn_verify_tree(
+def recurrent_verify_tree(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
@@ -199,11 +82,11 @@ def gdn_verify_tree(
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
 ) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
-    """GDN tree verification: same as `gdn_prefill`, for draft trees and without changing the
+    """GDN tree verification: same as `recurrent_prefill`, for draft trees and without changing the
     states.
 
     Args:
-      inputs, weights, sizes, recurrent, window: See `gdn_prefill`.
+      inputs, weights, sizes, recurrent, window: See `recurrent_prefill`.
       parents: The trees.
       row_of: Row of each node.
       request, node: Request and node of each row.
@@ -226,14 +109,14 @@ def gdn_verify_tree(
     return _normed(out[request, node], z, weights), kept
 
 
-def gdn_decode(
+def recurrent_decode(
     inputs: Float[np.ndarray, "B outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
 ) -> tuple[Float[np.ndarray, "B values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
-    """GDN decode: same as `gdn_prefill`, for one row per request, by the recurrence itself."""
+    """GDN decode: same as `recurrent_prefill`, for one row per request, by the recurrence."""
     channels, z, b, a = split_inputs(inputs, sizes)
     q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
     log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
@@ -264,31 +147,33 @@ def _heads_of(
 
 
 def _normed(
-    out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: GDNWeights
+    out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: RecurrentWeights
 ) -> Float[np.ndarray, "R values"]:
     return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)
 
 
-GDNMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
+RecurrentMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
 """GDN layers of a pass: maps a layer's index among GDN layers and its projected inputs to its
 output."""
 
 
-def gdn_weights(config: ModelConfig, weights: Mapping[str, Any], layer: int) -> GDNWeights:
+def recurrent_weights(
+    config: ModelConfig, weights: Mapping[str, Any], layer: int
+) -> RecurrentWeights:
     """Returns the weights of one GDN layer besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
     arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
-    return GDNWeights(**arrays, eps=config.rms_eps)
+    return RecurrentWeights(**arrays, eps=config.rms_eps)
 
 
-class PrefillGDN:
+class RecurrentPrefill:
     """GDN layers of a prefill: chunked, with advancing states."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Mapping[str, Any],
-        state: GDNState,
+        state: RecurrentState,
         row_starts: Int[np.ndarray, " B1"],
     ) -> None:
         self._config, self._weights, self._row_starts = config, weights, row_starts
@@ -297,12 +182,12 @@ class PrefillGDN:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """Same as `GDNMixer`."""
-        assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, self.recurrent[layer], self.window[layer] = gdn_prefill(
+        """Same as `RecurrentMixer`."""
+        assert self._config.recurrent is not None  # a model with such layers has their sizes
+        out, self.recurrent[layer], self.window[layer] = recurrent_prefill(
             inputs,
-            gdn_weights(self._config, self._weights, layer),
-            self._config.gated_delta,
+            recurrent_weights(self._config, self._weights, layer),
+            self._config.recurrent,
             self.recurrent[layer],
             self.window[layer],
             self._row_starts,
@@ -310,14 +195,14 @@ class PrefillGDN:
         return out
 
 
-class VerifyGDN:
+class RecurrentVerify:
     """GDN layers of a verify step: nodes continue from their parents; replay inputs are stored."""
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Mapping[str, Any],
-        state: GDNState,
+        state: RecurrentState,
         parents: Int[np.ndarray, "B N"],
         row_of: Int[np.ndarray, "B N"],
         request: Int[np.ndarray, " R"],
@@ -331,12 +216,12 @@ class VerifyGDN:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """Same as `GDNMixer`."""
-        assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, kept = gdn_verify_tree(
+        """Same as `RecurrentMixer`."""
+        assert self._config.recurrent is not None  # a model with such layers has their sizes
+        out, kept = recurrent_verify_tree(
             inputs,
-            gdn_weights(self._config, self._weights, layer),
-            self._config.gated_delta,
+            recurrent_weights(self._config, self._weights, layer),
+            self._config.recurrent,
             self._state.recurrent[layer],
             self._state.window[layer],
             self._parents,

@@ -9,8 +9,9 @@ import numpy as np
 
 from shared.models.mixers import GatedDeltaConfig
 from shared.spec import best_prefixes, draft_tree
-from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import WINDOW, GDNState, GDNWeights, ReplayInputs
+from shared.spec import recurrent_layer as spec
+from shared.spec.recurrent_mixer import RecurrentWeights
+from shared.spec.recurrent_state import WINDOW, RecurrentState, ReplayInputs
 from tests.support.op_case import Arguments, OpCase, as_list
 
 EPS = 1e-6
@@ -46,9 +47,9 @@ class VerifyScratch:
     arrivals: np.ndarray
 
 
-def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> GDNWeights:
+def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> RecurrentWeights:
     heads = sizes.num_value_heads
-    return GDNWeights(
+    return RecurrentWeights(
         conv=rng.standard_normal((sizes.channels, 4), np.float32) / 2,
         a_log=rng.uniform(-2, 2, heads).astype(np.float32),
         dt_bias=rng.uniform(-3, 1, heads).astype(np.float32),
@@ -59,11 +60,11 @@ def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> GDNWeights:
 
 def states_of(
     rng: np.random.Generator, sizes: GatedDeltaConfig, layers: int, count: int
-) -> GDNState:
+) -> RecurrentState:
     """States of some slots, of the size that decoding leaves them in."""
     heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
     recurrent = rng.standard_normal((layers, count, *heads), np.float32) / 8
-    return GDNState(
+    return RecurrentState(
         recurrent, rng.standard_normal((layers, count, WINDOW, sizes.channels), np.float32)
     )
 
@@ -83,7 +84,7 @@ def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray |
     return TreeNodes(parents, row_starts, row_of, request, node)
 
 
-def verify_scratch(states: GDNState, B: int, N: int) -> ReplayInputs:
+def verify_scratch(states: RecurrentState, B: int, N: int) -> ReplayInputs:
     """Returns empty scratch arrays for a verify step."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     shapes = ((H, K), (H, V), (H,), (H,), (C,))
@@ -186,7 +187,7 @@ def _op_case(
     name: str, make: Callable[[int], Arguments], function: str, dtype: str, is_large: bool
 ) -> OpCase:
     return OpCase(
-        op="gdn_layer",
+        op="recurrent_layer",
         function=function,
         name=name,
         make=make,
@@ -202,7 +203,7 @@ def _op_case(
 
 def _commit_case(name: str, is_large: bool, **sizes: Any) -> OpCase:
     return OpCase(
-        op="gdn_layer",
+        op="recurrent_layer",
         function="commit",
         name=name,
         make=partial(commit_arguments, **sizes),

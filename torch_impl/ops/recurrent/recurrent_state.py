@@ -1,4 +1,7 @@
-"""GDN state of a slot, and its replay over accepted paths; same as `shared.spec.gdn_state`."""
+"""Recurrent state of a slot, and its replay over accepted paths.
+
+Same as `shared.spec.recurrent_state`.
+"""
 
 from dataclasses import dataclass
 
@@ -6,16 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.models.mixers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
-from shared.spec.gdn_state import WINDOW
+from shared.spec.recurrent_state import WINDOW
 from torch_impl.ops import any_row_set, clamp_rows
-from torch_impl.ops.gdn import gated_delta
 from torch_impl.ops.gemm import layers
+from torch_impl.ops.recurrent import gated_delta
 
 
 @dataclass(frozen=True)
-class GDNState:
+class RecurrentState:
     """States of rows (or slots) in all GDN layers."""
 
     recurrent: Float[Tensor, "L B H K V"]
@@ -31,17 +33,6 @@ class ReplayInputs:
     log_decay: Float[Tensor, "L B N H"]
     beta: Float[Tensor, "L B N H"]
     inputs: Float[Tensor, "L B N C"]
-
-
-@dataclass(frozen=True)
-class GDNWeights:
-    """Weights of a GDN layer other than its two matrices; same fields as in the specification."""
-
-    conv: Float[Tensor, "C 4"]
-    a_log: Float[Tensor, " H"]
-    dt_bias: Float[Tensor, " H"]
-    norm: Float[Tensor, " V"]
-    eps: float
 
 
 def conv(
@@ -124,12 +115,12 @@ def path_window(
 
 
 def replay(
-    state: GDNState,
+    state: RecurrentState,
     kept: ReplayInputs,
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
-) -> tuple[GDNState, GDNState, Bool[Tensor, " B"]]:
+) -> tuple[RecurrentState, RecurrentState, Bool[Tensor, " B"]]:
     path = path[:, : clamp_rows(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
     k, v, log_decay, beta, inputs = (
@@ -147,108 +138,10 @@ def replay(
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
-    return GDNState(recurrent, new_window), GDNState(saved, save_window), passed
+    return RecurrentState(recurrent, new_window), RecurrentState(saved, save_window), passed
 
 
 def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     """Returns True if a prefill has a chunk that ends after `save_after` tokens."""
     is_border = (save_after % CHUNK == 0) | (save_after == num_tokens)
     return (save_after > 0) & (save_after <= num_tokens) & is_border
-
-
-def gdn_prefill(
-    inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
-    sizes: GatedDeltaConfig,
-    recurrent: Float[Tensor, "B H K V"],
-    window: Float[Tensor, "B 3 C"],
-    row_starts: Int[Tensor, " B1"],
-    request: Int[Tensor, " R"],
-    save_after: Int[Tensor, " B"],
-) -> tuple[
-    Float[Tensor, "R values"],
-    Float[Tensor, "B H K V"],
-    Float[Tensor, "B 3 C"],
-    tuple[Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]],
-]:
-    """Computes a GDN layer between its two projections, over prefill chunks.
-
-    Args:
-      request: Request of each row.
-      save_after: Number of rows after which the state is returned too; see `gated_delta.chunked`.
-
-    Returns:
-      Head outputs, the state after the rows, and the state after `save_after` rows.
-    """
-    channels, z, b, a = split_inputs(inputs, sizes)
-    place = torch.arange(len(request), dtype=torch.int32, device=request.device)
-    windows = chain_windows(window, channels, request, place - row_starts[request])
-    heads = _heads_of(conv(windows, channels, weights.conv), sizes)
-    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
-    new, out, saved = gated_delta.chunked(recurrent, *heads, *gates, row_starts, save_after)
-    taken = row_starts[1:] - row_starts[:-1]
-    end = chain_end(window, channels, row_starts, taken)
-    saved_taken = torch.minimum(save_after.clamp(min=0), taken)
-    saved_end = chain_end(window, channels, row_starts, saved_taken)
-    return _normed(out, z, weights), new, end, (saved, saved_end)
-
-
-def gdn_verify_tree(
-    inputs: Float[Tensor, "R outputs"],
-    weights: GDNWeights,
-    sizes: GatedDeltaConfig,
-    recurrent: Float[Tensor, "B H K V"],
-    window: Float[Tensor, "B 3 C"],
-    parents: Int[Tensor, "B N"] | None,
-    row_of: Int[Tensor, "B N"],
-    request: Int[Tensor, " R"],
-    node: Int[Tensor, " R"],
-) -> tuple[Float[Tensor, "R values"], ReplayInputs]:
-    """Same as the specification; `parents` is None for chains."""
-    channels, z, b, a = split_inputs(inputs, sizes)
-    before = channels[row_of]  # [B, N, C]
-    windows = tree_windows(window, before, parents)
-    flat = conv(windows.flatten(0, 1), before.flatten(0, 1), weights.conv)
-    q, k, v = (part.unflatten(0, row_of.shape) for part in _heads_of(flat, sizes))
-    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
-    log_decay, beta = (gate[row_of] for gate in gates)
-    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
-    kept = ReplayInputs(*(x[None] for x in (k, v, log_decay, beta, before)))
-    return _normed(out[request, node], z, weights), kept
-
-
-def gdn_decode(
-    inputs: Float[Tensor, "B outputs"],
-    weights: GDNWeights,
-    sizes: GatedDeltaConfig,
-    recurrent: Float[Tensor, "B H K V"],
-    window: Float[Tensor, "B 3 C"],
-) -> tuple[Float[Tensor, "B values"], Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]]:
-    channels, z, b, a = split_inputs(inputs, sizes)
-    heads = _heads_of(conv(window, channels, weights.conv), sizes)
-    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
-    new, out = gated_delta.step(recurrent, *heads, *gates)
-    end = torch.cat([window[:, 1:], channels[:, None]], dim=1)
-    return _normed(out, z, weights), new, end
-
-
-def split_inputs(
-    inputs: Float[Tensor, "R outputs"], sizes: GatedDeltaConfig
-) -> tuple[
-    Float[Tensor, "R C"], Float[Tensor, "R H V"], Float[Tensor, "R H"], Float[Tensor, "R H"]
-]:
-    heads, size = sizes.num_value_heads, sizes.value_size
-    channels, z, b, a = inputs.split([sizes.channels, heads * size, heads, heads], dim=1)
-    return channels, z.unflatten(1, (heads, size)), b, a
-
-
-def _heads_of(
-    channels: Float[Tensor, "R C"], sizes: GatedDeltaConfig
-) -> tuple[Float[Tensor, "R H K"], Float[Tensor, "R H K"], Float[Tensor, "R H V"]]:
-    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
-
-
-def _normed(
-    out: Float[Tensor, "R H V"], z: Float[Tensor, "R H V"], weights: GDNWeights
-) -> Float[Tensor, "R values"]:
-    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).flatten(1)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shared.spec import gdn_layer as spec
-from shared.spec.gdn_state import GDNState, ReplayInputs
-from tests.support.cases.gdn.gdn_layer import (
+from shared.spec import recurrent_layer as spec
+from shared.spec.recurrent_state import RecurrentState, ReplayInputs
+from tests.support.cases.gdn.recurrent_layer import (
     SMALL,
     arguments,
     block_trees,
@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 B = 3
 
 
-def arrays(x: GDNState | ReplayInputs) -> list[np.ndarray]:
+def arrays(x: RecurrentState | ReplayInputs) -> list[np.ndarray]:
     return list(vars(x).values())
 
 
@@ -38,7 +38,7 @@ def parts(made: dict, *names: str) -> list:
 LAYER = ("inputs", "weights", "sizes", "states", "layer", "slots")
 
 
-def assert_close(got: GDNState | ReplayInputs, want: GDNState | ReplayInputs) -> None:
+def assert_close(got: RecurrentState | ReplayInputs, want: RecurrentState | ReplayInputs) -> None:
     for g, w in zip(arrays(got), arrays(want), strict=True):
         np.testing.assert_allclose(g, w, **CLOSE)
 
@@ -90,7 +90,7 @@ def run(implementation: Implementation, name: str, made: dict) -> tuple:
     """Returns outputs, states and replay inputs: JAX returns them, torch writes in place."""
     order = (*LAYER, "nodes", "scratch")
     places = (order.index("states"), order.index("scratch"))
-    found, left = implementation("gdn_layer").leaving(places, name, *parts(made, *order))
+    found, left = implementation("recurrent_layer").leaving(places, name, *parts(made, *order))
     out, states, room = found if isinstance(found, tuple) else (found, *left)
     return out, states, room.kept
 
@@ -127,7 +127,7 @@ def test_gdn_layer_commit_matches_spec(has_advanced: bool, implementation: Imple
         made["kept"] = made["kept"].inputs
         made["counts"][1] = 0  # it has failed
     want = spec.commit(**made)
-    got = implementation("gdn_layer").commit(**made)
+    got = implementation("recurrent_layer").commit(**made)
     for g, w in zip(got, want, strict=True):
         # Slot and snapshot 0 are sinks.
         for x, y in zip(arrays(g), arrays(w), strict=True):
@@ -146,7 +146,7 @@ def test_gdn_layer_prefill_matches_spec(implementation: Implementation) -> None:
     save_after, save = np.array([64, 4], np.int32), np.array([2, 0], np.int32)
     where = (row_starts, request, save_after, save)
     given = (*layer, states, snapshots, 1, slots, *where)
-    found, left = implementation("gdn_layer").leaving((3, 4), "prefill", *given)
+    found, left = implementation("recurrent_layer").leaving((3, 4), "prefill", *given)
     found, new, saved = found if isinstance(found, tuple) else (found, *left)
     out, want = spec.prefill(*layer, states, 1, slots, row_starts)
     assert_close(new, want)

@@ -1,7 +1,7 @@
-"""GDN (gated DeltaNet) layer between its two projections, on the states of request slots.
+"""Recurrent layer (gated DeltaNet) between its two projections, on the states of request slots.
 
-The operations are those of `shared.spec.gdn_state`, with states addressed by slot. A verify step
-reads the states and stores the inputs for state replay. Plain decoding advances the recurrent
+The operations are those of `shared.spec.recurrent_mixer`, with states addressed by slot. A verify
+step reads the states and stores the inputs for state replay. Plain decoding advances the recurrent
 states at once, but not the convolution windows. A commit applies the accepted path to both.
 """
 
@@ -11,16 +11,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.mixers import GatedDeltaConfig
-from shared.spec.gdn_state import (
-    GDNState,
-    GDNWeights,
-    ReplayInputs,
-    gdn_decode,
-    gdn_prefill,
-    gdn_verify_tree,
-    path_window,
-    replay,
+from shared.spec.recurrent_mixer import (
+    RecurrentWeights,
+    recurrent_decode,
+    recurrent_prefill,
+    recurrent_verify_tree,
 )
+from shared.spec.recurrent_state import RecurrentState, ReplayInputs, path_window, replay
 
 
 @dataclass(frozen=True)
@@ -41,28 +38,30 @@ class TreeNodes:
     node: Int[np.ndarray, " R"]
 
 
-def take(states: GDNState, index: Int[np.ndarray, " B"]) -> GDNState:
+def take(states: RecurrentState, index: Int[np.ndarray, " B"]) -> RecurrentState:
     """Reads the states of some slots or snapshots."""
-    return GDNState(states.recurrent[:, index], states.window[:, index])
+    return RecurrentState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(states: GDNState, index: Int[np.ndarray, " B"], rows: GDNState) -> GDNState:
+def put(
+    states: RecurrentState, index: Int[np.ndarray, " B"], rows: RecurrentState
+) -> RecurrentState:
     """Writes the states of some slots or snapshots."""
     recurrent, window = states.recurrent.copy(), states.window.copy()
     recurrent[:, index], window[:, index] = rows.recurrent, rows.window
-    return GDNState(recurrent, window)
+    return RecurrentState(recurrent, window)
 
 
 def prefill(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],
     row_starts: Int[np.ndarray, " B1"],
-) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN prefill: applies `gdn_state.gdn_prefill` to one layer.
+) -> tuple[Float[np.ndarray, "R values"], RecurrentState]:
+    """Prefill: applies `recurrent_mixer.recurrent_prefill` to one layer.
 
     Args:
       inputs: Output of the input projection.
@@ -73,7 +72,7 @@ def prefill(
       row_starts: First flat row of each request, and the end.
     """
     recurrent, window = states.recurrent.copy(), states.window.copy()
-    out, recurrent[layer, slots], window[layer, slots] = gdn_prefill(
+    out, recurrent[layer, slots], window[layer, slots] = recurrent_prefill(
         inputs,
         weights,
         sizes,
@@ -81,20 +80,20 @@ def prefill(
         states.window[layer, slots],
         row_starts,
     )
-    return out, GDNState(recurrent, window)
+    return out, RecurrentState(recurrent, window)
 
 
 def verify(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],
     nodes: TreeNodes,
 ) -> tuple[Float[np.ndarray, "R values"], ReplayInputs]:
-    """GDN tree verification: applies `gdn_state.gdn_verify_tree` to one layer; see `prefill`."""
-    return gdn_verify_tree(
+    """Tree verification: applies `recurrent_mixer.recurrent_verify_tree`; see `prefill`."""
+    return recurrent_verify_tree(
         inputs,
         weights,
         sizes,
@@ -109,40 +108,40 @@ def verify(
 
 def decode(
     inputs: Float[np.ndarray, "R outputs"],
-    weights: GDNWeights,
+    weights: RecurrentWeights,
     sizes: GatedDeltaConfig,
-    states: GDNState,
+    states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],
-) -> tuple[Float[np.ndarray, "R values"], GDNState]:
-    """GDN decode: applies `gdn_state.gdn_decode` to one layer; `commit` updates the convolution
-    windows.
+) -> tuple[Float[np.ndarray, "R values"], RecurrentState]:
+    """Decode: applies `recurrent_mixer.recurrent_decode` to one layer; `commit` updates the
+    convolution windows.
     """
     recurrent = states.recurrent.copy()
-    out, recurrent[layer, slots], _ = gdn_decode(
+    out, recurrent[layer, slots], _ = recurrent_decode(
         inputs, weights, sizes, states.recurrent[layer, slots], states.window[layer, slots]
     )
-    return out, GDNState(recurrent, states.window)
+    return out, RecurrentState(recurrent, states.window)
 
 
 def commit(
-    states: GDNState,
-    snapshots: GDNState,
+    states: RecurrentState,
+    snapshots: RecurrentState,
     kept: ReplayInputs | Float[np.ndarray, "L B one C"],
     slots: Int[np.ndarray, " B"],
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
     save_after: Int[np.ndarray, " B"],
     save: Int[np.ndarray, " B"],
-) -> tuple[GDNState, GDNState]:
-    """State commit: applies `gdn_state.replay` to all layers, or only the windows of advanced
+) -> tuple[RecurrentState, RecurrentState]:
+    """State commit: applies `recurrent_state.replay` to all layers, or only the windows of advanced
     states.
 
     Args:
       states, snapshots: States of all slots, and all snapshots.
       kept: Replay inputs of a verify step; for advanced states, the convolution inputs.
       slots: Slots of the requests.
-      path, counts, save_after: See `gdn_state.replay`.
+      path, counts, save_after: See `recurrent_state.replay`.
       save: Snapshot to write for each request; 0 for none.
     """
     before = take(states, slots)
@@ -152,7 +151,7 @@ def commit(
     else:
         lengths = (counts, np.where(passed, save_after, 0))
         new, saved = (
-            GDNState(before.recurrent, path_window(before.window, kept, x)) for x in lengths
+            RecurrentState(before.recurrent, path_window(before.window, kept, x)) for x in lengths
         )
     taken = take(saved, np.flatnonzero(passed))
     return put(states, slots, new), put(snapshots, save[passed], taken)

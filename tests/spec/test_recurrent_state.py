@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from shared.models.mixers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
-from shared.spec import gdn_state as spec
+from shared.spec import recurrent_state as spec
 from tests.support.implementations import Implementation, each_implementation
 
 L, B, N, H, K, V, C = 2, 3, 6, 2, 4, 3, 5
@@ -20,9 +19,9 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def state_and_kept(seed: int) -> tuple[spec.GDNState, spec.ReplayInputs]:
+def state_and_kept(seed: int) -> tuple[spec.RecurrentState, spec.ReplayInputs]:
     rng = np.random.default_rng(seed)
-    state = spec.GDNState(normal(rng, L, B, H, K, V), normal(rng, L, B, spec.WINDOW, C))
+    state = spec.RecurrentState(normal(rng, L, B, H, K, V), normal(rng, L, B, spec.WINDOW, C))
     kept = spec.ReplayInputs(
         k=layers.l2norm(normal(rng, L, B, N, H, K)),
         v=normal(rng, L, B, N, H, V),
@@ -34,7 +33,7 @@ def state_and_kept(seed: int) -> tuple[spec.GDNState, spec.ReplayInputs]:
 
 
 def in_steps(
-    state: spec.GDNState, kept: spec.ReplayInputs, row: int, nodes: np.ndarray
+    state: spec.RecurrentState, kept: spec.ReplayInputs, row: int, nodes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """State and window of one row after these nodes, token by token as plain decoding has them."""
     recurrent, window = state.recurrent[:, row], state.window[:, row]
@@ -133,7 +132,10 @@ def test_replay_matches_spec(implementation: Implementation) -> None:
     kept.k[:, 2, 4:] = np.nan  # nodes off the path
     for counts in (COUNTS, np.array([0, 4, 1])):
         args = (state, kept, PATHS, counts, np.array([2, 0, 1]))
-        (new, saved, passed), want = implementation("gdn_state").replay(*args), spec.replay(*args)
+        (new, saved, passed), want = (
+            implementation("recurrent_state").replay(*args),
+            spec.replay(*args),
+        )
         np.testing.assert_array_equal(passed, want[2])
         np.testing.assert_allclose(new.recurrent, want[0].recurrent, **CLOSE)
         np.testing.assert_array_equal(new.window, want[0].window)
@@ -147,7 +149,7 @@ def test_replay_matches_spec(implementation: Implementation) -> None:
 def test_tree_windows_and_conv_match_spec(
     implementation: Implementation,
 ) -> None:
-    ops, (state, kept) = implementation("gdn_state"), state_and_kept(6)
+    ops, (state, kept) = implementation("recurrent_state"), state_and_kept(6)
     args, chain = (state.window[0], kept.inputs[0]), np.array([[0, 0, 1, 2, 3, 4]] * B)
     np.testing.assert_array_equal(
         ops.tree_windows(*args, PARENTS), spec.tree_windows(*args, PARENTS)
@@ -163,7 +165,7 @@ def test_tree_windows_and_conv_match_spec(
 def test_chain_windows_of_ragged_prompts_match_spec(
     implementation: Implementation,
 ) -> None:
-    ops, rng, counts = implementation("gdn_state"), np.random.default_rng(8), [2, 0, 1, 7]
+    ops, rng, counts = implementation("recurrent_state"), np.random.default_rng(8), [2, 0, 1, 7]
     starts = np.concatenate([[0], np.cumsum(counts)])
     window, inputs = normal(rng, 4, spec.WINDOW, C), normal(rng, sum(counts), C)
     request = np.repeat(np.arange(4), counts)
@@ -174,74 +176,3 @@ def test_chain_windows_of_ragged_prompts_match_spec(
         want = spec.chain_windows(window[b], inputs[first:stop])
         np.testing.assert_array_equal(before[first:stop], want[:-1])
         np.testing.assert_array_equal(after[b], want[-1])
-
-
-SIZES = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=4, value_size=3)
-
-
-def layer(seed: int) -> tuple[spec.GDNWeights, tuple[np.ndarray, np.ndarray]]:
-    """One layer's weights, and the states and windows of B requests before it."""
-    rng, heads = np.random.default_rng(seed), SIZES.num_value_heads
-    weights = spec.GDNWeights(
-        conv=normal(rng, SIZES.channels, 4),
-        a_log=normal(rng, heads),
-        dt_bias=normal(rng, heads),
-        norm=1 + normal(rng, SIZES.value_size) / 4,
-        eps=1e-6,
-    )
-    recurrent = normal(rng, B, heads, SIZES.key_size, SIZES.value_size)
-    return weights, (recurrent, normal(rng, B, spec.WINDOW, SIZES.channels))
-
-
-def projected(seed: int, rows: int) -> np.ndarray:
-    heads = SIZES.num_value_heads
-    outputs = SIZES.channels + heads * SIZES.value_size + 2 * heads
-    return normal(np.random.default_rng(seed), rows, outputs)
-
-
-def all_close(got: tuple, want: tuple) -> None:
-    for g, w in zip(got, want, strict=True):
-        np.testing.assert_allclose(g, w, **CLOSE)
-
-
-@each_implementation
-def test_gdn_decode_matches_spec(implementation: Implementation) -> None:
-    weights, state = layer(9)
-    args = (projected(10, B), weights, SIZES, *state)
-    all_close(implementation("gdn_state").gdn_decode(*args), spec.gdn_decode(*args))
-
-
-@each_implementation
-@pytest.mark.parametrize("parents", [PARENTS, None], ids=["trees", "chains"])
-def test_gdn_verify_tree_matches_spec(
-    parents: np.ndarray | None, implementation: Implementation
-) -> None:
-    weights, state = layer(11)
-    row = np.random.default_rng(12).permutation(B * N)  # nodes in any order of rows
-    request, node = np.divmod(row, N)
-    row_of = np.argsort(row).reshape(B, N)
-    before = (projected(13, B * N), weights, SIZES, *state)
-    chains = np.array([[0, 0, 1, 2, 3, 4]] * B)
-    where = (row_of, request, node)
-    got, kept = implementation("gdn_state").gdn_verify_tree(*before, parents, *where)
-    want = spec.gdn_verify_tree(*before, chains if parents is None else parents, *where)
-    np.testing.assert_allclose(got, want[0], **CLOSE)
-    names = ("k", "v", "log_decay", "beta", "inputs")
-    all_close(*(tuple(getattr(x, name) for name in names) for x in (kept, want[1])))
-
-
-@each_implementation
-def test_gdn_prefill_with_snapshots_matches_spec(implementation: Implementation) -> None:
-    """Requests of many rows and of few; a snapshot is the state of a shorter prompt."""
-    weights, state = layer(14)
-    counts, save_after = np.array([70, 1, 3]), np.array([64, 5, 3])
-    row_starts, request = np.concatenate([[0], np.cumsum(counts)]), np.repeat(np.arange(B), counts)
-    before = (weights, SIZES, *state)
-    inputs = projected(15, len(request))
-    out, *new, saved = implementation("gdn_state").gdn_prefill(
-        inputs, *before, row_starts, request, save_after
-    )
-    all_close((out, *new), spec.gdn_prefill(inputs, *before, row_starts))
-    _, *want = spec.gdn_prefill(inputs[:66], *before, np.array([0, 64, 65, 66]))
-    all_close([x[0] for x in saved], [x[0] for x in want])
-    all_close([x[2] for x in saved], [x[2] for x in new])

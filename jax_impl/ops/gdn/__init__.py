@@ -1,1 +1,0 @@
-"""Gated delta net: prefill, decode, tree verification, state commit."""

@@ -1,0 +1,1 @@
+"""Recurrent layers (gated delta nets): prefill, decode, tree verification, state commit."""
