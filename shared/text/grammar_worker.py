@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from shared.text import tool_call_grammar, worker
+from shared.text.call_formats.call_format import CallableFunction
 from shared.text.grammar import (
     Compiler,
     InvalidGrammarError,
@@ -25,6 +26,7 @@ from shared.text.grammar import (
     of_schema,
     with_prefix,
 )
+from shared.text.lark_pattern import pattern_of
 from shared.text.reasoning_formats import HARMONY, REASONING_FORMATS, ReasoningFormat
 
 DEADLINE_S = 1.0
@@ -87,12 +89,25 @@ class ToolCallSpec:
     Attributes:
       style, many, free: See `tool_call_grammar.grammar_of`.
       tools: Names and schemas.
+      inputs: Constraints of functions with one argument, a text: "lark" or "regex", and the value.
     """
 
     style: str
     tools: list[tuple[str, dict[str, Any] | None]]
     many: bool
     free: str | None
+    inputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+    def functions(self) -> list[CallableFunction]:
+        """Returns the functions; raises as `lark_pattern.pattern_of`."""
+        patterns = {
+            name: pattern_of(value) if kind == "lark" else value
+            for name, (kind, value) in self.inputs.items()
+        }
+        return [
+            CallableFunction(name=name, schema=schema, pattern=patterns.get(name))
+            for name, schema in self.tools
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +140,7 @@ class GrammarRequest:
         if self.calls is not None:
             written = tool_call_grammar.grammar_of(
                 self.calls.style,
-                [
-                    tool_call_grammar.CallableFunction(name=name, schema=schema)
-                    for name, schema in self.calls.tools
-                ],
+                self.calls.functions(),
                 many=self.calls.many,
                 free=self.calls.free,
                 answer=written,

@@ -400,6 +400,7 @@ NOT_THERE = (
     "msgspec",
     "beartype",
     "httpx",
+    "lark",
     "llguidance",
 )
 

@@ -23,7 +23,13 @@ from tests.support.images import rgb, stored, url_of
 from tests.support.vlm import pixels
 
 pytestmark = pytest.mark.matrix
-AGENTS = {"codex": "node_modules/.bin/codex", "claude_code": "node_modules/.bin/claude"}
+AGENTS = {
+    "codex": ("codex", "0\n1\n"),
+    "codex_patching": ("codex", "8\n"),
+    "claude_code": ("claude", "0\n1\n"),
+}
+"""Program of each session, and the start of the file that it writes."""
+
 LIBRARIES = sorted(SESSIONS.keys() - AGENTS)
 
 
@@ -31,7 +37,7 @@ def results_in(body: Any) -> int:
     """Returns the number of tool results in the body of a request of any API."""
     items = body.get("input") or body["messages"]
     blocks = [block for item in items for block in blocks_of(item)]
-    kinds = ("function_call_output", "tool_result", "tool")
+    kinds = ("function_call_output", "custom_tool_call_output", "tool_result", "tool")
     return sum((each.get("type") or each.get("role")) in kinds for each in blocks)
 
 
@@ -43,12 +49,13 @@ def blocks_of(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_agent_completes_ten_calls(tmp_path, name):
-    skip_without(AGENTS[name])
+    program, written = AGENTS[name]
+    skip_without(f"node_modules/.bin/{program}")
     output, requests = SESSIONS[name].run(tmp_path)
     assert output.strip().endswith(END)
     bodies = [request.body for request in requests if request.body]
     assert max(map(results_in, bodies)) == NUM_CALLS
-    assert (tmp_path / "project" / "a.txt").read_text().startswith("0\n1\n")
+    assert (tmp_path / "project" / "a.txt").read_text().startswith(written)
 
 
 @pytest.mark.parametrize("name", LIBRARIES)

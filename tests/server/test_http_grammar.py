@@ -269,6 +269,35 @@ def test_allowed_tools_limit_calls_and_preserve_prompt(server, is_flat):
     assert prompts == {usage["prompt_tokens"]}
 
 
+@pytest.mark.parametrize(
+    ("syntax", "definition", "pattern"),
+    [
+        ("regex", "[a-c]{3}\n", r"[a-c]{3}\n"),
+        (
+            "lark",
+            'start: ("+" WORD LF)~1..2\nWORD: /[a-c]{2}/\n%import common.LF',
+            r"(\+[a-c]{2}\n){1,2}",
+        ),
+    ],
+)
+def test_custom_tool_input_matches_grammar(client, syntax, definition, pattern):
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tools: Any = [{"type": "custom", "name": "edit", "format": form}]
+    choice: Any = {"type": "custom", "name": "edit"}
+    asked: Any = {"input": "x", "tools": tools, "tool_choice": choice, "max_output_tokens": 500}
+    for seed in range(3):
+        given = {"seed": seed}
+        (call,) = client.responses.create(model="default", **asked, extra_body=given).output
+        assert (call.type, call.name) == ("custom_tool_call", "edit")
+        assert re.fullmatch(pattern, call.input)
+    subset: Any = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    tools += [{"type": "function", "name": "look", "parameters": CITY}]
+    asked |= {"tools": tools, "tool_choice": subset}
+    response = client.responses.create(model="default", **asked)
+    assert {item.name for item in response.output} == {"edit"}
+    assert response.model_dump()["tool_choice"] == subset
+
+
 def test_allowed_tools_auto_grammar_excludes_other_tools():
     """Checks the grammar itself, because a random model rarely writes a call."""
     names = ["weather", "news"]

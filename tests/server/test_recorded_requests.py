@@ -52,7 +52,7 @@ def check_events(path: str, text: str) -> None:
 def test_recorded_request_is_answered(server, request_: dict[str, Any]):
     """Both complete and streamed, whichever the client sent."""
     for stream in (False, True):
-        body = {**request_["body"], "stream": stream}
+        body = {**request_["body"], "model": "default", "stream": stream}
         if not stream:
             body.pop("stream_options", None)
         answer = httpx.post(

@@ -109,7 +109,8 @@ def check_items(found: list[Any], output: list[Any]) -> None:
             *("response.output_item.added", "response.output_item.done"),
         )
         assert own[-1]["item"] == item
-        text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
+        text = item.get("arguments", item.get("input"))
+        text = item["content"][0]["text"] if text is None else text
         assert "".join(event.get("delta", "") for event in own) == text
 
 
@@ -335,6 +336,89 @@ def test_response_repeats_request_fields(server):
     for name, value in fields.items():
         if name != "input":
             assert found[name] == value, name
+
+
+CUSTOM: Any = {"type": "custom", "name": "p"}
+INPUT = 'a"\nü😀'
+
+
+def custom_call(name: str = "p") -> str:
+    arguments = {"input": INPUT}
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def test_custom_tool_returns_its_input(client, server):
+    """The model calls a function with one string; the client receives the text."""
+    fields: Any = {"input": f"I.{custom_call()}{END}", "tools": [CUSTOM]}
+    want = whole(server, **fields)
+    calls = [item for item in want.output if item.type == "custom_tool_call"]
+    assert [(call.name, call.input, call.namespace) for call in calls] == [("p", INPUT, None)]
+    found = events(server, **fields)
+    last = found[-1]["response"]
+    assert bare(last["output"]) == bare(
+        [item.model_dump(exclude_unset=True) for item in want.output]
+    )
+    check_items(found, last["output"])
+    kinds = [event["type"] for event in found if event.get("output_index") == 1]
+    assert (kinds[1], kinds[-2]) == (
+        *("response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"),
+    )
+    assert kinds.count("response.custom_tool_call_input.delta") > 2  # the input is streamed
+    assert last["tools"] == [{**CUSTOM, "description": None, "format": None}]
+    with client.responses.stream(model="default", temperature=0, **fields) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == [item.type for item in want.output]
+
+
+def test_custom_call_and_output_return_to_server(client, server):
+    asked: Any = {"model": "default", "temperature": 0}
+    first = client.responses.create(input=custom_call() + END, tools=[CUSTOM], **asked)
+    (call,) = first.output
+    result: Any = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    given: Any = [{"role": "user", "content": "q"}, call, result]
+    second = client.responses.create(input=given, max_output_tokens=150, **asked)
+    arguments = json.dumps({"input": INPUT}, ensure_ascii=False)
+    want = f"q[assistant]{{ {call.call_id} p{arguments}}}[tool]done@{call.call_id}"
+    assert second.output_text.startswith(want)
+    third = client.responses.create(
+        input="so?", previous_response_id=second.id, max_output_tokens=2, **asked
+    )
+    listed = list(client.responses.input_items.list(third.id, order="asc"))
+    kinds = ["message", "custom_tool_call", "custom_tool_call_output"]
+    assert [item.type for item in listed][:3] == kinds
+    assert (listed[1].input, listed[2].output) == (INPUT, "done")
+    path = f"{RESPONSES}/{third.id}/input_items"
+    ResponseItemList.model_validate_json(httpx.get(server.url + path).content, strict=True)
+
+
+def test_custom_tool_of_namespace_has_both_names(server):
+    space = {"type": "namespace", "name": "n", "tools": [CUSTOM]}
+    (call,) = whole(server, input=custom_call("n.p") + END, tools=[space]).output
+    assert (call.type, call.namespace, call.name) == ("custom_tool_call", "n", "p")
+
+
+def test_custom_tool_is_described_by_its_grammar(server):
+    given = {"type": "grammar", "syntax": "regex", "definition": "[a-z]+"}
+    error = server.post(RESPONSES, **ASKED, input="q", tools=[{**CUSTOM, "format": given}]).json()
+    assert "--grammar-backend llguidance" in error["error"]["message"]  # this server has none
+    fields: Any = {"tools": [{**CUSTOM, "format": given}], "tool_choice": "none"}
+    found = whole(server, input="q" + END, **fields).model_dump(exclude_unset=True)
+    assert found["tools"][0]["format"] == given
+    described = {**CUSTOM, "description": "edits files"}
+    text = whole(server, input="q", tools=[described], max_output_tokens=160).output_text
+    assert '"name": "p", "description": "edits files"' in text
+    assert '"properties": {"input": {"type": "string"}}' in text
+
+
+def test_cut_custom_call_is_incomplete(server):
+    text = custom_call()
+    fields: Any = {"input": text + END, "tools": [CUSTOM]}
+    found = whole(server, **fields, max_output_tokens=len(text) - 30)
+    (call,) = found.output
+    assert (call.type, call.model_extra["status"]) == ("custom_tool_call", "incomplete")
+    assert INPUT.startswith(call.input)
+    assert whole(server, input=[USER, call.model_dump(exclude_unset=True), USER]).output
 
 
 def test_namespace_functions_are_called_by_both_names(server):

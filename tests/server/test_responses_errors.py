@@ -39,7 +39,9 @@ DEEP: Any = {}
 for _ in range(70):
     DEEP = {"a": DEEP}
 OUTPUT: Any = {"type": "function_call_output"}
-CUSTOM: Any = [{"type": "custom", "name": "f"}]
+CUSTOM: Any = {"type": "custom", "name": "f"}
+GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
+CALLED: Any = {"type": "custom_tool_call", "call_id": "a", "name": "f", "input": "b"}
 BAD: list[tuple[str, Any]] = [
     ("input", {"input": None}),
     ("input", {"input": ""}),
@@ -100,7 +102,24 @@ BAD: list[tuple[str, Any]] = [
     ("tools[0].tools", {"tools": [{"type": "namespace", "name": "n"}]}),
     ("tools[0].tools", {"tools": [{"type": "namespace", "name": "n", "tools": []}]}),
     ("tools[0].tools", {"tools": [{"type": "namespace", "name": "n" * 60, "tools": TOOLS}]}),
-    ("tools[0].tools[0].type", {"tools": [{"type": "namespace", "name": "n", "tools": CUSTOM}]}),
+    (
+        "tools[0].tools[0].type",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp", "name": "f"}]}]},
+    ),
+    ("tools[0].name", {"tools": [{"type": "custom"}]}),
+    ("tools[0].parameters", {"tools": [{**CUSTOM, "parameters": {}}]}),
+    ("tools[0].format.type", {"tools": [{**CUSTOM, "format": {"type": "json"}}]}),
+    ("tools[0].format.syntax", {"tools": [{**CUSTOM, "format": {**GRAMMAR, "syntax": "gbnf"}}]}),
+    (
+        "tools[0].format.definition",
+        {"tools": [{**CUSTOM, "format": {"type": "grammar", "syntax": "lark"}}]},
+    ),
+    ("tools", {"tools": [{**CUSTOM, "format": GRAMMAR}]}),
+    ("tool_choice", {"tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "g"}}),
+    ("tool_choice.type", {"tools": [CUSTOM], "tool_choice": {"type": "mcp", "name": "f"}}),
+    ("input[0].input", items({"type": "custom_tool_call", "call_id": "a", "name": "f"})),
+    ("input[0].arguments", items({**CALLED, "arguments": "{}"})),
+    ("input[0].call_id", items({"type": "custom_tool_call_output", "call_id": "a", "output": ""})),
     ("tools[0].name", {"tools": [{"type": "function"}]}),
     ("tools[0].name", {"tools": [{"type": "function", "name": "a b"}]}),
     ("tools[0].parameters", {"tools": [{"type": "function", "name": "f", "parameters": DEEP}]}),

@@ -25,6 +25,7 @@ from tests.support.scripted_model import call_of, products, serving_script
 CLIENTS = ROOT / ".clients"
 PROGRAMS = ROOT / "tests" / "server" / "clients"
 MODEL = "repeater"
+CATALOGUED = "gpt-5.5"  # a name for which Codex sends `apply_patch`
 END = "All done."
 NUM_CALLS = 10
 TIMEOUT_S = 180.0
@@ -43,12 +44,14 @@ class Session:
       script: Outputs of the model.
       env: Additional environment variables; `{url}` as in `command`.
       recovers_from: Code of an error after which the client sends another request.
+      model: Name of the served model.
     """
 
     command: Sequence[str]
     script: Sequence[str]
     env: dict[str, str] = field(default_factory=dict)
     recovers_from: str | None = None
+    model: str = MODEL
 
     def run(self, folder: Path) -> tuple[str, list[RecordedRequest]]:
         """Runs the client until it ends.
@@ -66,7 +69,7 @@ class Session:
         for each in (model, home, project):
             each.mkdir()
         with (
-            serving_script(model, self.script) as server,
+            serving_script(model, self.script, "--model-name", self.model) as server,
             RecordingProxy(server.url).running() as proxy,
         ):
             env = {name: value.format(url=proxy.url) for name, value in self.env.items()}
@@ -89,6 +92,14 @@ class Session:
         return done.stdout, [each for each in proxy.requests if each.status == 200]
 
 
+def _codex_command(model: str, *settings: str) -> list[str]:
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", model]
+    for value in ("model_provider=tandem", "web_search=disabled", _PROVIDER, *settings):
+        flags += ["-c", value]
+    program = str(CLIENTS / "node_modules" / ".bin" / "codex")
+    return [program, "exec", *flags, "Write notes."]
+
+
 def _codex() -> Session:
     shell = [call_of("exec_command", cmd=f"echo {n} >> a.txt; wc -l a.txt") for n in range(6)]
     script = [
@@ -100,11 +111,22 @@ def _codex() -> Session:
         f"Well.{call_of('multi_agent_v1.close_agent', target='none')}",
         END,
     ]
-    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", MODEL]
-    for value in ("model_provider=tandem", "web_search=disabled", _PROVIDER):
-        flags += ["-c", value]
-    program = str(CLIENTS / "node_modules" / ".bin" / "codex")
-    return Session([program, "exec", *flags, "Write notes."], script, {"KEY": "none"})
+    return Session(_codex_command(MODEL), script, {"KEY": "none"})
+
+
+def _codex_patching() -> Session:
+    """Returns a session with a model of Codex's catalogue, which has a custom tool."""
+
+    def patch(*lines: str) -> str:
+        text = "\n".join(("*** Begin Patch", *lines, "*** End Patch"))
+        return call_of("apply_patch", input=f"{text}\n")
+
+    changes = [
+        patch("*** Update File: a.txt", "@@", f"-{n}", f"+{n + 1}") for n in range(NUM_CALLS - 2)
+    ]
+    script = [patch("*** Add File: a.txt", "+0"), *changes, patch("no patch"), END]
+    command = _codex_command(CATALOGUED, "features.multi_agent=false")
+    return Session(command, script, {"KEY": "none"}, model=CATALOGUED)
 
 
 def _claude() -> Session:
@@ -149,6 +171,7 @@ def _node(program: str, recovers_from: str | None = None) -> Session:
 
 SESSIONS = {
     "codex": _codex(),
+    "codex_patching": _codex_patching(),
     "claude_code": _claude(),
     "openai_node": _node("openai_loop"),
     "anthropic_node": _node("anthropic_loop", "thread_unsupported_request"),

@@ -368,6 +368,7 @@ def main() -> int:
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
     parser.add_argument("--sees", action="store_true")
+    parser.add_argument("--model-name", default="repeater")
     parser.add_argument("--structured-outputs", action="store_true", help="accepted, not applied")
     parser.add_argument("--context-length", type=int, default=CONTEXT)
     parser.add_argument("--max-request-tokens", type=int, default=POOL_TOKENS)
@@ -391,7 +392,7 @@ def main() -> int:
         image_token=IMAGE if flags.sees else None,
     )
     facts = ServerInfo(
-        model_name="repeater",
+        model_name=flags.model_name,
         model_folder=str(Path(flags.folder).resolve()),
         limits=limits,
         eos_ids=() if flags.well_behaved else (CONFIG_END,),

@@ -1,6 +1,7 @@
 """Recorded requests of clients: a recording proxy, and the form in which requests are stored.
 
-A stored request has the structure of the original. Prose, ids of machines and paths are replaced.
+A stored request has the structure of the original. Prose, grammars, ids of machines
+and paths are replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.patches import PATCH_GRAMMAR
 
 FOLDER = Path(__file__).resolve().parents[1] / "server" / "recorded"
 TIMEOUT_S = 120.0
@@ -54,7 +57,8 @@ class RecordedRequest:
 def scrubbed(value: Any) -> Any:
     """Returns JSON in which the length of a text replaces prose."""
     if isinstance(value, dict):
-        return {key: scrubbed(each) for key, each in value.items()}
+        kept = {"definition": PATCH_GRAMMAR} if "definition" in value else {}
+        return {key: scrubbed(each) for key, each in value.items()} | kept
     if isinstance(value, list):
         return list(map(scrubbed, value))
     if not isinstance(value, str):

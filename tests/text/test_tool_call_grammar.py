@@ -14,12 +14,14 @@ from shared.text.call_formats.call_format import CallableFunction
 from shared.text.call_formats.registry import FORMATS
 from shared.text.grammar import CompiledGrammar, Compiler, InvalidGrammarError
 from shared.text.json_schema_refs import standalone
+from shared.text.lark_pattern import pattern_of
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.tokenizer import Tokenizer
 from shared.text.tool_call_grammar import grammar_of
 from tests.support.call_schemas import SCHEMAS
 from tests.support.grammar_walks import walk
 from tests.support.http_fixtures import END, byte_tokenizer
+from tests.support.patches import OTHER_TEXTS, PATCH_GRAMMAR, PATCHES
 
 VOCAB = 300
 
@@ -68,6 +70,41 @@ def test_call_grammar_outputs_parse_as_valid_calls(style, name):
 def follows(grammar: CompiledGrammar, text: str) -> bool:
     matcher = grammar.matcher()
     return all(map(matcher.take, text.encode())) and matcher.is_satisfied
+
+
+INPUT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+WITHOUT_PATTERNS = {"pythonic", "gemma4", "functiongemma"}
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_custom_tool_grammar_constrains_input(style):
+    tools = [CallableFunction(name="f", schema=INPUT, pattern=pattern_of(PATCH_GRAMMAR))]
+    if style in WITHOUT_PATTERNS:
+        with pytest.raises(InvalidGrammarError, match="grammar of the tool f is not supported"):
+            grammar_of(style, tools, many=False, free=None, answer=None)
+        return
+    compiled = compiler().compile(grammar_of(style, tools, many=False, free=None, answer=None))
+
+    def write(text: str) -> str:
+        return FORMATS[style].write([("f", {"input": text})])
+
+    for text in PATCHES:
+        assert follows(compiled, write(text))
+        assert read(style, write(text), INPUT) == [("f", {"input": text})]
+    assert not any(follows(compiled, write(text)) for text in OTHER_TEXTS)
+
+
+def test_unquoted_input_excludes_closing_tag():
+    tools = [CallableFunction(name="f", schema=INPUT, pattern=r"[a-z<>/]+")]
+    grammar = grammar_of("qwen3_coder", tools, many=False, free=None, answer=None)
+    compiled = compiler().compile(grammar)
+    assert follows(compiled, elements(input="a</b>/c"))
+    assert not follows(compiled, elements(input="a</parameter>b"))
 
 
 def elements(**parameters: str) -> str:

@@ -104,4 +104,5 @@ def held_calls(request: GenerationRequest, style: str | None) -> ToolCallSpec | 
         ],
         many=tools.max_calls is None,
         free=free,
+        inputs={name: (form.kind, form.value) for name, form in tools.input_formats.items()},
     )

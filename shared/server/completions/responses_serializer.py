@@ -17,10 +17,12 @@ from shared.server.protocol.responses_echo import echo_of
 from shared.server.protocol.responses_types import ENCRYPTED, ResponsesRequest
 from shared.server.protocol.sealed_text import SealedText
 from shared.text.parsing.delta import Delta, ToolCallDelta
+from shared.text.parsing.input_decoder import InputDecoder
 
-MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+MESSAGE, REASONING = "message", "reasoning"
+CALL, CUSTOM_CALL = "function_call", "custom_tool_call"
 CANCELLED = "cancelled"
-_PREFIXES = {MESSAGE: "msg_", REASONING: "rs_", CALL: "fc_"}
+_PREFIXES = {MESSAGE: "msg_", REASONING: "rs_", CALL: "fc_", CUSTOM_CALL: "ctc_"}
 
 
 class ResponsesSerializer:
@@ -46,7 +48,8 @@ class ResponsesSerializer:
     ) -> None:
         self._request, self._body, self._output = request, body, output
         self._sealed, self._save = sealed, save
-        self._namespaces = body.namespaces
+        self._namespaces, self._custom_names = body.namespaces, body.custom_names
+        self._input = InputDecoder()  # of the open call of a custom tool
         self._items: list[dict[str, Any]] = []
         self._item: dict[str, Any] | None = None  # the open item, the last of `_items`
         self._num_events, self._num_scored = 0, 0
@@ -91,7 +94,7 @@ class ResponsesSerializer:
         delta = piece.delta
         calls = list(delta.tool_calls)
         if calls and not calls[0].call_id:  # of the open item; text may follow it
-            yield self._add_arguments(calls.pop(0).arguments)
+            yield from self._add_arguments(calls.pop(0).arguments)
         if delta.reasoning:
             yield from self._switch(REASONING, summary=[], content=[], encrypted_content=None)
             yield self._add_text("reasoning_text", delta.reasoning)
@@ -108,13 +111,16 @@ class ResponsesSerializer:
 
     def _begin_call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
         yield from self._close()
-        names = self._names(call.name)
-        yield from self._switch(CALL, call_id=call.call_id, **names, arguments="")
-        if call.arguments:
-            yield self._add_arguments(call.arguments)
+        fields = {"call_id": call.call_id, **self._names(call.name)}
+        if call.name in self._custom_names:
+            self._input = InputDecoder()
+            yield from self._switch(CUSTOM_CALL, **fields, input="")
+        else:
+            yield from self._switch(CALL, **fields, arguments="")
+        yield from self._add_arguments(call.arguments)
 
     def _names(self, name: str) -> dict[str, str]:
-        """Returns the name of a called function, with its namespace if it has one."""
+        """Returns the name of a called tool, with its namespace if it has one."""
         space, own = self._namespaces.get(name, ("", name))
         return {"name": own, "namespace": space} if space else {"name": own}
 
@@ -127,7 +133,7 @@ class ResponsesSerializer:
         self._item = {"id": name, "type": kind, "status": "in_progress", **fields}
         self._items.append(self._item)
         yield self._of_item("response.output_item.added", item=dict(self._item))
-        if kind == CALL:
+        if kind not in (MESSAGE, REASONING):
             return
         part = _REASONING_PART if kind == REASONING else _TEXT_PART
         self._item["content"] = [_copy(part)]
@@ -137,12 +143,17 @@ class ResponsesSerializer:
         self._part["text"] += text
         return self._of_part(f"response.{kind}.delta", delta=text, **fields)
 
-    def _add_arguments(self, text: str) -> StreamEvent:
-        item = self._opened
-        item["arguments"] += text
-        return self._of_item(
-            "response.function_call_arguments.delta", item_id=item["id"], delta=text
-        )
+    def _add_arguments(self, text: str) -> Iterator[StreamEvent]:
+        if self._opened["type"] == CUSTOM_CALL:
+            yield from self._add_to_call("input", self._input.push(text))
+        else:
+            yield from self._add_to_call("arguments", text)
+
+    def _add_to_call(self, field: str, text: str) -> Iterator[StreamEvent]:
+        if text:
+            item = self._opened
+            item[field] += text
+            yield self._of_item(f"{_CALL_EVENTS[field]}.delta", item_id=item["id"], delta=text)
 
     def _close(self, status: str = "completed") -> Iterator[StreamEvent]:
         """Ends the open item."""
@@ -151,14 +162,21 @@ class ResponsesSerializer:
         item = self._item
         item["status"] = status
         if item["type"] == CALL:
-            fields = {"item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
-            yield self._of_item("response.function_call_arguments.done", **fields)
+            yield self._call_done("arguments", name=item["name"])
+        elif item["type"] == CUSTOM_CALL:
+            yield from self._add_to_call("input", self._input.flush())
+            yield self._call_done("input")
         else:
             yield from self._close_part()
         if item["type"] == REASONING and self._body.includes(ENCRYPTED):
             item["encrypted_content"] = self._sealed.seal(self._part["text"])
         yield self._of_item("response.output_item.done", item=dict(item))
         self._item = None
+
+    def _call_done(self, field: str, **fields: Any) -> StreamEvent:
+        item = self._opened
+        fields |= {"item_id": item["id"], field: item[field]}
+        return self._of_item(f"{_CALL_EVENTS[field]}.done", **fields)
 
     def _close_part(self) -> Iterator[StreamEvent]:
         part = self._part
@@ -248,6 +266,10 @@ class ResponsesSerializer:
         }
 
 
+_CALL_EVENTS = {
+    "arguments": "response.function_call_arguments",
+    "input": "response.custom_tool_call_input",
+}
 _REASONING_PART = {"type": "reasoning_text", "text": ""}
 _TEXT_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 

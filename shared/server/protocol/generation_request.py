@@ -27,12 +27,14 @@ class ToolUse:
       requires_call: The output must be a call.
       restricts_calls: A call is required, or only some of the listed functions may be called.
       max_calls: Maximum calls per choice; None: no limit.
+      input_formats: Constraints of the only argument, a text, by the name of the function.
     """
 
     functions: Sequence[Function] = ()
     requires_call: bool = False
     restricts_calls: bool = False
     max_calls: int | None = None
+    input_formats: Mapping[str, OutputFormat] = field(default_factory=dict)
 
     @property
     def is_strict(self) -> bool:

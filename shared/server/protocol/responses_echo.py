@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.server.protocol.responses_items import FunctionTool, NamespaceTool
+from shared.server.protocol.responses_tools import (
+    ChosenSubset,
+    ChosenTool,
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
+    ResponsesToolChoice,
+)
 from shared.server.protocol.responses_types import ResponsesRequest
-from shared.server.protocol.structured import AllowedChoice, NamedTool, ToolChoice
 
 _SAME = (
     *("instructions", "max_output_tokens", "temperature", "top_p", "previous_response_id"),
@@ -33,18 +39,18 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+def _tool(tool: FunctionTool | CustomTool | NamespaceTool) -> dict[str, Any]:
     described = {"description": tool.description or ""} if isinstance(tool, NamespaceTool) else {}
     return {**tool.model_dump(), **described}
 
 
-def _choice(choice: ToolChoice | None) -> Any:
-    if isinstance(choice, NamedTool):
-        return {"type": "function", "name": choice.function.name}
-    if not isinstance(choice, AllowedChoice):
+def _choice(choice: ResponsesToolChoice | None) -> Any:
+    if isinstance(choice, ChosenTool):
+        return {"type": choice.type, "name": choice.function.name}
+    if not isinstance(choice, ChosenSubset):
         return choice or "auto"
     allowed = choice.allowed_tools
-    tools = [{"type": "function", "name": tool.function.name} for tool in allowed.tools]
+    tools = [{"type": tool.type, "name": tool.function.name} for tool in allowed.tools]
     return {"type": "allowed_tools", "mode": allowed.mode, "tools": tools}
 
 

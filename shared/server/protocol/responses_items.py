@@ -1,30 +1,17 @@
-"""Input items and tools of OpenAI's Responses API."""
+"""Input items of OpenAI's Responses API."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    PlainValidator,
-    Tag,
-    ValidationInfo,
-    WithJsonSchema,
-    field_validator,
-)
+from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from shared.server.protocol.chat_messages import (
-    MAX_ID_LENGTH,
-    MAX_NAME_LENGTH,
-    MAX_TOOLS,
-    Arguments,
-    Client,
-    FunctionName,
-)
+from shared.server.protocol.chat_messages import MAX_ID_LENGTH, Arguments, Client, FunctionName
 from shared.server.protocol.content import LOW
-from shared.server.protocol.fields import Nested, Strict, Text, string_or_list, type_of
+from shared.server.protocol.fields import Strict, Text, string_or_list, type_of
+from shared.server.protocol.responses_tools import join_names
+from shared.text.parsing.input_decoder import INPUT
 
 MAX_PARTS = 1 << 12  # per item
 
@@ -102,18 +89,15 @@ class MessageItem(Strict):
     phase: Client = None
 
 
-class FunctionCallItem(Strict):
-    """Function call of an earlier answer; a call that was cut is accepted."""
+class CallItem(Strict):
+    """Call of an earlier answer."""
 
-    type: Literal["function_call"]
     call_id: ItemId
     name: FunctionName
-    arguments: Arguments
     id: ItemId | None = None
     status: Status | None = None
     namespace: FunctionName | None = None
     caller: Client = None
-    parsed_arguments: Client = None  # of objects of the openai packages
 
     @property
     def template_name(self) -> str:
@@ -121,10 +105,30 @@ class FunctionCallItem(Strict):
         return self.name if self.namespace is None else join_names(self.namespace, self.name)
 
 
-class FunctionCallOutput(Strict):
-    """Result of a function call."""
+class FunctionCallItem(CallItem):
+    """Function call of an earlier answer; a call that was cut is accepted."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call"]
+    arguments: Arguments
+    parsed_arguments: Client = None  # of objects of the openai packages
+
+
+class CustomCallItem(CallItem):
+    """Call of a custom tool in an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    input: Text
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments that the chat template reads."""
+        return {INPUT: self.input}
+
+
+class CallOutput(Strict):
+    """Result of a function call, or of a call of a custom tool."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: ItemId
     output: ItemContent
     id: ItemId | None = None
@@ -151,13 +155,16 @@ class ReasoningItem(Strict):
     status: Status | None = None
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+_KINDS = ("message", "function_call", "custom_tool_call", *_OUTPUTS, "reasoning")
 
 
 def _item_kind(value: Any) -> str:
     kind = type_of(value)
     if isinstance(value, dict) and kind is None:
         return "<message>"
+    if kind in _OUTPUTS:
+        return "<output>"
     return f"<{kind}>" if kind in _KINDS else "<other>"
 
 
@@ -176,89 +183,9 @@ _RejectedItem = Annotated[Any, PlainValidator(_reject_item), WithJsonSchema({"no
 InputItem = Annotated[
     Annotated[MessageItem, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
+    | Annotated[CallOutput, Tag("<output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
     | Annotated[_RejectedItem, Tag("<other>")],
     Discriminator(_item_kind),
-]
-
-
-class FunctionTool(Strict):
-    """Function that the model may call."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: Text | None = None
-    parameters: Nested | None = None
-    strict: bool | None = None
-
-
-def join_names(namespace: str, name: str) -> str:
-    """Returns the name by which the model calls a function of a namespace."""
-    return f"{namespace}.{name}"
-
-
-class NamespaceTool(Strict):
-    """Functions that share a namespace."""
-
-    type: Literal["namespace"]
-    name: FunctionName
-    description: Text | None = None
-    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS)]
-
-    @field_validator("tools")
-    @classmethod
-    def _check_names(cls, tools: list[FunctionTool], info: ValidationInfo) -> list[FunctionTool]:
-        for tool in tools:
-            if len(joined := join_names(info.data.get("name", ""), tool.name)) > MAX_NAME_LENGTH:
-                raise PydanticCustomError(
-                    "names",
-                    "has the function {name}, which is too long; shorten the names of namespace "
-                    "and function to {most} characters together",
-                    {"name": joined, "most": MAX_NAME_LENGTH - 1},
-                )
-        return tools
-
-    @property
-    def functions(self) -> list[FunctionTool]:
-        """Functions as the chat template lists them; each has the description of all."""
-        return [
-            tool.model_copy(
-                update={
-                    "name": join_names(self.name, tool.name),
-                    "description": "\n\n".join(filter(None, (self.description, tool.description))),
-                }
-            )
-            for tool in self.tools
-        ]
-
-
-_HINTS = {
-    "web_search": "turn web search off in the client",
-    "custom": "send a function with one string parameter",
-}
-
-
-def _tool_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else "function"
-    if kind == "namespace":
-        return "<namespace>"
-    return "<function>" if kind in (None, "function") else "<server>"
-
-
-def _reject_tool(value: Any) -> Any:
-    kind = str(value["type"])[:80]
-    raise PydanticCustomError(
-        "tool",
-        "has the type {kind}, and only functions and namespaces are supported; {hint}",
-        {"kind": kind, "hint": _HINTS.get(kind, "send it as a function")},
-    )
-
-
-_RejectedTool = Annotated[Any, PlainValidator(_reject_tool), WithJsonSchema({"not": {}})]
-ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[_RejectedTool, Tag("<server>")],
-    Discriminator(_tool_kind),
 ]

@@ -12,18 +12,25 @@ from shared.server.protocol.errors import ApiError
 from shared.server.protocol.response_types import ResponseModel
 from shared.server.protocol.responses_items import (
     ContentPart,
+    CustomCallItem,
     FunctionCallItem,
     InputItem,
     InputText,
     MessageItem,
     ReasoningItem,
 )
-from shared.server.protocol.responses_response_types import ItemStatus, OutputCallItem
+from shared.server.protocol.responses_response_types import (
+    ItemStatus,
+    OutputCallItem,
+    OutputCustomCallItem,
+)
 
 _PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
     "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
 }
 
@@ -39,10 +46,10 @@ class ListedMessage(ResponseModel):
 
 
 class ListedResult(ResponseModel):
-    """Result of a function call."""
+    """Result of a function call, or of a call of a custom tool."""
 
     id: str
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     status: ItemStatus
     call_id: str
     output: str | list[dict[str, Any]]
@@ -65,7 +72,7 @@ class InputItemPage(ResponseModel):
     object: Literal["list"]
     data: list[
         Annotated[
-            ListedMessage | OutputCallItem | ListedResult | ListedReasoning,
+            ListedMessage | OutputCallItem | OutputCustomCallItem | ListedResult | ListedReasoning,
             Field(discriminator="type"),
         ]
     ]
@@ -127,10 +134,12 @@ def _fields(item: InputItem) -> dict[str, Any]:
         return {"role": item.role, "content": _message_content(item)}
     if isinstance(item, ReasoningItem):
         return item.model_dump(exclude={"id", "type", "status"}, exclude_none=True)
-    if isinstance(item, FunctionCallItem):
+    if isinstance(item, FunctionCallItem | CustomCallItem):
         space = {} if item.namespace is None else {"namespace": item.namespace}
-        arguments = json.dumps(item.arguments)
-        return {"call_id": item.call_id, "name": item.name, **space, "arguments": arguments}
+        head = {"call_id": item.call_id, "name": item.name, **space}
+        if isinstance(item, CustomCallItem):
+            return {**head, "input": item.input}
+        return {**head, "arguments": json.dumps(item.arguments)}
     output = item.output
     listed = output if isinstance(output, str) else _parts(output, "user")
     return {"call_id": item.call_id, "output": listed}

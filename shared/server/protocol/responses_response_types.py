@@ -60,8 +60,21 @@ class OutputCallItem(ResponseModel):
     arguments: str
 
 
+class OutputCustomCallItem(ResponseModel):
+    """Call of a custom tool; `namespace` is present if the tool has one."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 OutputItem = Annotated[
-    OutputMessageItem | OutputReasoningItem | OutputCallItem, Field(discriminator="type")
+    OutputMessageItem | OutputReasoningItem | OutputCallItem | OutputCustomCallItem,
+    Field(discriminator="type"),
 ]
 
 
@@ -241,6 +254,24 @@ class ArgumentsDoneEvent(SequencedEvent):
     arguments: str
 
 
+class InputDeltaEvent(SequencedEvent):
+    """Increment of the input of a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class InputDoneEvent(SequencedEvent):
+    """Complete input of a custom tool."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    item_id: str
+    output_index: int
+    input: str
+
+
 class ResponseEvent(
     RootModel[
         Annotated[
@@ -252,7 +283,9 @@ class ResponseEvent(
             | ReasoningDeltaEvent
             | ReasoningDoneEvent
             | ArgumentsDeltaEvent
-            | ArgumentsDoneEvent,
+            | ArgumentsDoneEvent
+            | InputDeltaEvent
+            | InputDoneEvent,
             Field(discriminator="type"),
         ]
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag
@@ -32,20 +33,25 @@ from shared.server.protocol.openai_types import (
     tool_use_of,
 )
 from shared.server.protocol.responses_items import (
+    CustomCallItem,
     FunctionCallItem,
-    FunctionTool,
     InputImage,
     InputItem,
     ItemContent,
     MessageItem,
-    NamespaceTool,
     ReasoningItem,
+)
+from shared.server.protocol.responses_tools import (
+    CustomTool,
+    FunctionTool,
+    NamespaceTool,
     ResponsesTool,
+    ResponsesToolChoice,
     join_names,
 )
 from shared.server.protocol.sampling_fields import SamplingFields
 from shared.server.protocol.sealed_text import SealedText
-from shared.server.protocol.structured import ToolChoice, chosen_names, requires_call
+from shared.server.protocol.structured import chosen_names, requires_call
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import OutputFormat
 
@@ -127,7 +133,7 @@ class ResponsesRequest(Strict):
     ]
     instructions: Text | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -176,17 +182,22 @@ class ResponsesRequest(Strict):
         return self.input
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """Functions that the model may call, under the names by which it calls them."""
+    def callable_tools(self) -> list[FunctionTool | CustomTool]:
+        """Functions and custom tools, under the names by which the model calls them."""
         return [
-            function
+            member
             for tool in self.tools or ()
-            for function in (tool.functions if isinstance(tool, NamespaceTool) else (tool,))
+            for member in (tool.members if isinstance(tool, NamespaceTool) else (tool,))
         ]
 
     @property
+    def custom_names(self) -> set[str]:
+        """Names by which the model calls custom tools."""
+        return {tool.name for tool in self.callable_tools if isinstance(tool, CustomTool)}
+
+    @property
     def namespaces(self) -> dict[str, tuple[str, str]]:
-        """Namespace and function by the name by which the model calls it."""
+        """Namespace and name of a tool by the name by which the model calls it."""
         return {
             join_names(space.name, tool.name): (space.name, tool.name)
             for space in self.tools or ()
@@ -268,10 +279,11 @@ class ResponsesRequest(Strict):
         if len(builder.images) > MAX_IMAGES:
             reason = f"the request has {len(builder.images)} images"
             raise ApiError(400, f"{reason}, at most {MAX_IMAGES} are supported", "input")
-        listed = [] if self.tool_choice == "none" else self.functions
+        listed = [] if self.tool_choice == "none" else self.callable_tools
+        functions = [tool.function if isinstance(tool, CustomTool) else tool for tool in listed]
         conversation = Conversation(
             messages=builder.messages,
-            tools=list(map(_for_template, listed)),
+            tools=list(map(_for_template, functions)),
             arguments=self.chat_template_kwargs or {},
             advice=self._template_advice(),
         )
@@ -281,7 +293,9 @@ class ResponsesRequest(Strict):
             "reasoning_effort": "reasoning.effort",
             "verbosity": "text.verbosity",
         }
-        tools = self._tool_use(listed)
+        formats = {tool.name: tool.input_format for tool in listed if isinstance(tool, CustomTool)}
+        given = {name: each for name, each in formats.items() if each is not None}
+        tools = replace(self._tool_use(functions), input_formats=given)
         return ChatInput(conversation=conversation, images=builder.images, tools=tools, names=names)
 
     def _template_advice(self) -> dict[str, Any]:
@@ -315,13 +329,13 @@ def _add_item(
     """Adds an item; raises as `ResponsesRequest.to_generation`."""
     if isinstance(item, ReasoningItem):
         builder.add_reasoning(_reasoning(item, place, sealed))
-    elif isinstance(item, FunctionCallItem):
+    elif isinstance(item, FunctionCallItem | CustomCallItem):
         builder.add_call(item.call_id, item.template_name, item.arguments)
     elif isinstance(item, MessageItem):
         _add_message(builder, item, place)
     else:
         parts = _parts(item.output, f"{place}.output")
-        builder.add_result(item.call_id, parts, f"{place}.call_id", "function_call")
+        builder.add_result(item.call_id, parts, f"{place}.call_id", item.type[: -len("_output")])
 
 
 def _add_message(builder: ConversationBuilder, item: MessageItem, place: str) -> None:

@@ -130,7 +130,7 @@ class AllowedChoice(Strict):
     allowed_tools: AllowedTools
 
 
-def _nested(value: Any) -> Any:
+def nested(value: Any) -> Any:
     """Converts a tool choice of the Responses API, which is flat, to the nested form of chat."""
     if not isinstance(value, dict):
         return value
@@ -140,17 +140,18 @@ def _nested(value: Any) -> Any:
     inner = value["allowed_tools"]
     if not isinstance(inner, dict) or not isinstance(inner.get("tools"), list):
         return value
-    return {**value, "allowed_tools": {**inner, "tools": list(map(_named, inner["tools"]))}}
+    return {**value, "allowed_tools": {**inner, "tools": list(map(named, inner["tools"]))}}
 
 
-def _named(tool: Any) -> Any:
+def named(tool: Any) -> Any:
     """Converts a function of the Responses API to the nested form of chat."""
     if isinstance(tool, dict) and tool.keys() == {"type", "name"}:
         return {"type": tool["type"], "function": {"name": tool["name"]}}
     return tool
 
 
-def _choice_kind(value: Any) -> str:
+def choice_kind(value: Any) -> str:
+    """Returns the tag of a tool choice."""
     if not isinstance(value, dict):
         return "<word>"
     return "<allowed>" if value.get("type") == "allowed_tools" else "<named>"
@@ -158,9 +159,9 @@ def _choice_kind(value: Any) -> str:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, BeforeValidator(_named), Tag("<named>")]
-    | Annotated[AllowedChoice, BeforeValidator(_nested), Tag("<allowed>")],
-    Discriminator(_choice_kind),
+    | Annotated[NamedTool, BeforeValidator(named), Tag("<named>")]
+    | Annotated[AllowedChoice, BeforeValidator(nested), Tag("<allowed>")],
+    Discriminator(choice_kind),
 ]
 
 

@@ -18,10 +18,12 @@ class CallableFunction:
 
     Attributes:
       schema: JSON schema of the arguments; None: any object.
+      pattern: Regular expression of the whole text of the only argument; None: any value.
     """
 
     name: str
     schema: dict[str, Any] | None
+    pattern: str | None = None
 
 
 Call = tuple[str, dict[str, Any]]
@@ -99,11 +101,14 @@ def object_schema(tool: CallableFunction) -> dict[str, Any]:
     """Returns the schema of a function's arguments.
 
     Raises:
-      InvalidGrammarError: The schema does not describe an object.
+      InvalidGrammarError: The schema does not describe an object, or the function has a pattern.
     """
     schema = {} if tool.schema is None else tool.schema
     if schema.get("type", "object") != "object":
         raise InvalidGrammarError(f"the parameters of the function {tool.name} must be an object")
+    if tool.pattern is not None:
+        reason = f"the grammar of the tool {tool.name} is not supported in this tool call format"
+        raise InvalidGrammarError(f"{reason}; send the tool with the format text")
     return {**schema, "type": "object"}
 
 

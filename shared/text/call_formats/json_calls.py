@@ -127,7 +127,16 @@ def list_rule(tools: Sequence[CallableFunction], many: bool) -> str:
 def argument_rules(tools: Sequence[CallableFunction]) -> Iterator[str]:
     """Yields rules `a_0`, `a_1`, ... of JSON arguments."""
     for number, tool in enumerate(tools):
-        yield schema_rule(f"a_{number}", object_schema(tool))
+        is_text = tool.pattern is not None
+        yield schema_rule(f"a_{number}", _text_schema(tool) if is_text else object_schema(tool))
+
+
+def _text_schema(tool: CallableFunction) -> dict[str, Any]:
+    """Returns the schema of arguments with one text that matches the pattern of a function."""
+    assert tool.schema is not None, "a function with a pattern has one argument"
+    (key,) = tool.schema["properties"]
+    text = {"type": "string", "pattern": f"^(?:{tool.pattern})$"}
+    return {**tool.schema, "properties": {key: text}}
 
 
 def written_object(call: Call, key: str) -> str:

@@ -5,6 +5,7 @@ The text of a value has no type, so the schema of its function converts it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,10 @@ def parameter_rules(tools: Sequence[CallableFunction], tags: ParameterTags) -> l
     ]
     for number, tool in enumerate(tools):
         parts = ["any_parameter*"]
-        if tool.schema is not None:
+        if tool.pattern is not None:
+            made.append(_text_parameter(number, tool, tool.pattern, tags))
+            parts = [f"p_{number}_0"]
+        elif tool.schema is not None:
             parts, rules = _parts(number, tool.name, object_schema(tool), tags)
             made += rules
         made.append(f"p_{number}: {' '.join(parts) or literal('')}")
@@ -142,6 +146,27 @@ def _parameter(
         rules.append(schema_rule(f"v_{rule}", standalone(allowed.value, document)))
     end = literal(tags.before_end + tags.end)
     return [f"{rule}: {begin} ({' | '.join(options)}) {end} {separator}", *rules]
+
+
+def _text_parameter(number: int, tool: CallableFunction, pattern: str, tags: ParameterTags) -> str:
+    """Returns the rule of the only parameter, a text that matches the pattern of a function.
+
+    Text and closing tag are one terminal, because a terminal is as long as possible. A parser ends
+    the text at the first closing tag, so the text does not contain it.
+    """
+    assert tool.schema is not None, "a function with a pattern has one argument"
+    (key,) = tool.schema["properties"]
+    end = re.escape(tags.before_end + tags.end).replace("\\\n", r"\n")
+    is_whole = f"/(?:{_in_slashes(pattern)}){_in_slashes(end)}/"
+    ends_early = rf"/(.|\n)*{_in_slashes(re.escape(tags.end))}(.|\n)+/"
+    begin = f"{literal(tags.begin + key)} {tags.rule(tags.after_key)}"
+    rule = f"p_{number}_0: {begin} T_{number} {tags.rule(tags.separator)}"
+    return f"{rule}\nT_{number}: {is_whole} & ~{ends_early}"
+
+
+def _in_slashes(expression: str) -> str:
+    """Returns an expression for use between slashes."""
+    return re.sub(r"\\(.)|/", lambda found: r"\/" if found[0][-1] == "/" else found[0], expression)
 
 
 def written_value(value: Any) -> str:
