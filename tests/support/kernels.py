@@ -58,6 +58,8 @@ MODULES = (
     "latent_attention",
     "ngram",
     "gumbel_noise",
+    "int4_w4a16",
+    "mxfp4_w4a16",
     "row_bounds",
     "rejection",
     "router",

@@ -19,28 +19,25 @@ class Int4Scales(NamedTuple):
     Attributes:
       upper, rest: Summands of the scales; their products with a code are exact. No rest: None.
       zero: Zero points.
-      low, high: Negative zero points of codes with 128 added in the lower four bits of a byte, and
-        of codes with 8 added.
+      shift: Negative zero points of codes with 128 added.
     """
 
     upper: Any
     rest: Any
     zero: Any
-    low: Any
-    high: Any
+    shift: Any
 
 
 def int4_scales(stored):
     """Returns the scales of a column that is stored as int32 or as bfloat16."""
     if stored.dtype != jnp.int32:
-        return Int4Scales(stored, None, float(ZERO), None, None)
+        return Int4Scales(stored, None, float(ZERO), None)
     upper, rest = stored & -0x10000, lax.shift_left(stored & 0xFFF0, jnp.int32(16))
     upper, rest = (
         lax.bitcast_convert_type(x, jnp.float32).astype(jnp.bfloat16) for x in (upper, rest)
     )
     zero = (stored & 15).astype(jnp.float32)
-    low, high = ((-added - zero).astype(jnp.bfloat16) for added in (128, 8))
-    return Int4Scales(upper, rest, zero, low, high)
+    return Int4Scales(upper, rest, zero, (-128 - zero).astype(jnp.bfloat16))
 
 
 def int4_part(words, scales, part, is_compiled):
@@ -53,11 +50,11 @@ def int4_part(words, scales, part, is_compiled):
         return _computed(words, scales, 4 * part)
     args = [words, scales.upper]
     if scales.rest is not None:
-        args += [scales.rest, scales.high if part % 2 else scales.low]
+        args += [scales.rest, scales.shift]
     shape = jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)
     args = [jnp.broadcast_to(x, words.shape) for x in args]
     (found,) = pltriton.elementwise_inline_asm(
-        _assembly(part, has_rest=scales.rest is not None),
+        int4_assembly(part, has_rest=scales.rest is not None),
         args=args,
         constraints=",".join(["=r"] + ["r"] * (len(args) + 1)),
         pack=2,
@@ -66,29 +63,28 @@ def int4_part(words, scales, part, is_compiled):
     return found
 
 
-def _assembly(part, has_rest):
+def int4_assembly(part, has_rest):
     """Returns PTX for two int32: codes as bfloat16 by their bits, zero points, scales.
 
-    Codes in the lower mantissa bits of 128 are 128 + code, those in the upper ones 128 + 16 code.
+    Codes in the lower mantissa bits of 128 are 128 + code.
     """
     byte, is_high = divmod(part, 2)
-    lines = [
-        ".reg .b32 t, z;",
-        f"prmt.b32 t, $1, $2, 0x{4 + byte}{4 + byte}{byte}{byte};",
-        f"lop3.b32 t, t, 0x00{'f0' if is_high else '0f'}00{'f0' if is_high else '0f'}, "
-        "0x43004300, 0xea;",
-    ]
-    zero = "$5" if has_rest else "z"
-    if not has_rest:
-        lines.append(f"mov.b32 z, {'0xc180c180' if is_high else '0xc308c308'};")  # -16, -136
+    lines = [".reg .b32 t, z;", f"prmt.b32 t, $1, $2, 0x{4 + byte}{4 + byte}{byte}{byte};"]
     if is_high:
-        lines += [".reg .b32 s;", "mov.b32 s, 0x3d803d80;", f"fma.rn.bf16x2 t, t, s, {zero};"]
-    else:
-        lines.append(f"add.rn.bf16x2 t, t, {zero};")
+        lines.append("shr.b32 t, t, 4;")  # the eighth bit is one of the exponent
+    lines.append("lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;")
     if has_rest:
-        lines += ["mul.rn.bf16x2 z, t, $4;", "fma.rn.bf16x2 $0, t, $3, z;"]
+        lines += [
+            "add.rn.bf16x2 t, t, $5;",
+            "mul.rn.bf16x2 z, t, $4;",
+            "fma.rn.bf16x2 $0, t, $3, z;",
+        ]
     else:
-        lines.append("mul.rn.bf16x2 $0, t, $3;")
+        lines += [
+            "mov.b32 z, 0xc308c308;",  # -136
+            "add.rn.bf16x2 t, t, z;",
+            "mul.rn.bf16x2 $0, t, $3;",
+        ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

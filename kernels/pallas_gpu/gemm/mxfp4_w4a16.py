@@ -19,7 +19,7 @@ def mxfp4_part(words, stored, part, is_compiled):
     bits = lax.shift_left(stored.astype(jnp.int16), jnp.int16(7))
     scale = lax.bitcast_convert_type(bits, jnp.bfloat16)
     (found,) = pltriton.elementwise_inline_asm(
-        _assembly(part),
+        mxfp4_assembly(part),
         args=[words, jnp.broadcast_to(scale, words.shape)],
         constraints="=r,r,r,r",
         pack=2,
@@ -28,7 +28,7 @@ def mxfp4_part(words, stored, part, is_compiled):
     return found
 
 
-def _assembly(part):
+def mxfp4_assembly(part):
     """Returns PTX for two int32: moves sign, exponent and mantissa of codes, and applies scales."""
     byte, is_high = divmod(part, 2)
     lines = [

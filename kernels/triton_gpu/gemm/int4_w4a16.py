@@ -19,15 +19,13 @@ class Int4Scales(NamedTuple):
     Attributes:
       upper, rest: Summands of the scales; their products with a code are exact.
       zero: Zero points.
-      low, high: Negative zero points of codes with 128 added in the lower four bits of a byte, and
-        of codes with 8 added.
+      shift: Negative zero points of codes with 128 added.
     """
 
     upper: Any
     rest: Any
     zero: Any
-    low: Any
-    high: Any
+    shift: Any
 
 
 @triton.jit
@@ -37,10 +35,10 @@ def int4_scales(stored, has_words: tl.constexpr):
         upper = (stored & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
         rest = ((stored & 0xFFF0) << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
         zero = (stored & 15).to(tl.float32)
-        low, high = (-128 - zero).to(tl.bfloat16), (-8 - zero).to(tl.bfloat16)
+        shift = (-128 - zero).to(tl.bfloat16)
     else:
-        upper, rest, zero, low, high = stored, stored, _ZERO, stored, stored
-    return Int4Scales(upper=upper, rest=rest, zero=zero, low=low, high=high)
+        upper, rest, zero, shift = stored, stored, _ZERO, stored
+    return Int4Scales(upper=upper, rest=rest, zero=zero, shift=shift)
 
 
 @triton.jit
@@ -51,7 +49,7 @@ def int4_pair(
 
     The scales are columns, [outputs, 1]; see `fp8_w8a16.four`.
     """
-    text: tl.constexpr = _assembly(byte, has_words)
+    text: tl.constexpr = int4_assembly(byte, has_words)
     if not is_launched:
         one = _computed(words, first, 8 * byte, has_words)
         two = _computed(words, second, 8 * byte + 4, has_words)
@@ -59,7 +57,7 @@ def int4_pair(
         one, two = tl.inline_asm_elementwise(
             text,
             "=r,=r,r,r,r,r,r,r,r,r",
-            [words, first.upper, first.rest, first.low, second.upper, second.rest, second.high],
+            [words, first.upper, first.rest, first.shift, second.upper, second.rest, second.shift],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -77,23 +75,23 @@ def int4_pair(
 
 
 @triton.constexpr_function
-def _assembly(byte, has_words):
+def int4_assembly(byte, has_words):
     """Returns PTX for two int32: codes as bfloat16 by their bits, zero points, scales.
 
-    Codes in the lower mantissa bits of 128 are 128 + code, those in the upper ones 128 + 16 code.
+    Codes in the lower mantissa bits of 128 are 128 + code.
     """
     selected = f"0x{4 + byte}{4 + byte}{byte}{byte}"
     lines = [
         ".reg .b32 t, l, h, z;",
         f"prmt.b32 t, $2, $3, {selected};",
         "lop3.b32 l, t, 0x000f000f, 0x43004300, 0xea;",
-        "lop3.b32 h, t, 0x00f000f0, 0x43004300, 0xea;",
-        "mov.b32 z, 0x3d803d80;",  # 1 / 16
+        "shr.b32 t, t, 4;",  # the eighth bit is one of the exponent
+        "lop3.b32 h, t, 0x000f000f, 0x43004300, 0xea;",
     ]
     if has_words:
         lines += [
             "add.rn.bf16x2 l, l, $6;",
-            "fma.rn.bf16x2 h, h, z, $9;",
+            "add.rn.bf16x2 h, h, $9;",
             "mul.rn.bf16x2 t, l, $5;",
             "mul.rn.bf16x2 z, h, $8;",
             "fma.rn.bf16x2 $0, l, $4, t;",
@@ -101,10 +99,9 @@ def _assembly(byte, has_words):
         ]
     else:
         lines += [
-            "mov.b32 t, 0xc180c180;",  # -16
-            "fma.rn.bf16x2 h, h, z, t;",
-            "mov.b32 t, 0xc308c308;",  # -136
-            "add.rn.bf16x2 l, l, t;",
+            "mov.b32 z, 0xc308c308;",  # -136
+            "add.rn.bf16x2 l, l, z;",
+            "add.rn.bf16x2 h, h, z;",
             "mul.rn.bf16x2 $0, l, $4;",
             "mul.rn.bf16x2 $1, h, $5;",
         ]

@@ -19,7 +19,7 @@ def mxfp4_pair(words, first, second, byte: tl.constexpr, is_launched: tl.constex
 
     The scales are columns, [outputs, 1]; see `fp8_w8a16.four`.
     """
-    text: tl.constexpr = _assembly(byte)
+    text: tl.constexpr = mxfp4_assembly(byte)
     if is_launched:
         one, two = tl.inline_asm_elementwise(
             text,
@@ -35,7 +35,7 @@ def mxfp4_pair(words, first, second, byte: tl.constexpr, is_launched: tl.constex
 
 
 @triton.constexpr_function
-def _assembly(byte):
+def mxfp4_assembly(byte):
     """Returns PTX for two int32: moves sign, exponent and mantissa of codes, and applies scales."""
     selected = f"0x{4 + byte}{4 + byte}{byte}{byte}"
     lines = [".reg .b32 t, m;", f"prmt.b32 t, $2, $3, {selected};"]
