@@ -159,8 +159,8 @@ def noise_of(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     if parameter.name != "gated_delta.inputs":
         return rng.standard_normal(parameter.shape)
     layers, _, hidden = parameter.shape
-    qkv, z, b, a = (source.shape[0] for source in parameter.pieces[0])
-    parts = [rng.standard_normal((layers, rows, hidden)) for rows in (qkv, z, b + a)]
+    q, k, v, z, b, a = (section.size for section in parameter.sections)
+    parts = [rng.standard_normal((layers, rows, hidden)) for rows in (q + k + v, z, b + a)]
     return np.concatenate(parts, axis=1)
 
 

@@ -28,6 +28,7 @@ class Family:
       of: Config class with the fields of its config.json, their defaults and aliases.
       qk_norm: See `AttentionConfig`.
       is_hybrid: True for GDN layers, output gates and zero-centred norms.
+      has_fused_delta: See `GatedDeltaConfig.has_fused_inputs`.
       mtp: Format of MTP layers; None if no checkpoint of the family has any.
       drafts_trees, fused_projections: See `ModelConfig`.
       input_bias: True if q, k and v have biases that no field names.
@@ -58,6 +59,7 @@ class Family:
     of: ConfigClass
     qk_norm: bool = False
     is_hybrid: bool = False
+    has_fused_delta: bool = False
     mtp: MtpFormat | None = None
     drafts_trees: bool = False
     fused_projections: bool = False

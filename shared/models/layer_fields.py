@@ -174,7 +174,7 @@ def read_layers(
             rotary=read_rotary(text, rope, attention.head_size, context_length),
         )
     if LINEAR in types:
-        mixers[LINEAR] = _gated_delta(text)
+        mixers[LINEAR] = _gated_delta(text, family)
     layers = [
         LayerConfig(mixer=mixers[kind], mlp=feed) for kind, feed in zip(types, feeds, strict=True)
     ]
@@ -265,7 +265,7 @@ def _refuse_full_layers(text: Json, types: list[str] | None, family: Family) -> 
         )
 
 
-def _gated_delta(text: Json) -> GatedDeltaConfig:
+def _gated_delta(text: Json, family: Family) -> GatedDeltaConfig:
     width = text["linear_conv_kernel_dim"]
     if width != CONV_WIDTH:
         raise ValueError(f"linear_conv_kernel_dim must be {CONV_WIDTH}, got {width}")
@@ -274,4 +274,5 @@ def _gated_delta(text: Json) -> GatedDeltaConfig:
         num_value_heads=positive(text, "linear_num_value_heads"),
         key_size=positive(text, "linear_key_head_dim"),
         value_size=positive(text, "linear_value_head_dim"),
+        has_fused_inputs=family.has_fused_delta,
     )

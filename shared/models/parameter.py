@@ -23,8 +23,8 @@ class CheckpointTensor:
       name: Name without prefix.
       shape: Shape of the whole tensor.
       parts: Tensors that replace it, concatenated, in a checkpoint without it.
-      axis, ranges: Slice of a TP rank: concatenated ranges (first, end) along the axis; None for
-        the whole tensor.
+      axis, ranges: Slice of a TP rank, or another order of the outputs: concatenated ranges (first,
+        end) along the axis; None for the whole tensor in the order of the file.
       is_transposed: True if an unquantised file has the last two axes in reverse.
       is_interleaved: True if the gate and up outputs of the file, on axis 1, alternate.
     """
@@ -59,6 +59,11 @@ class CheckpointTensor:
     def takes_whole(self, block: int) -> bool:
         """Returns True if the slice consists of whole blocks along the axis."""
         return all(number % block == 0 for run in self.ranges or () for number in run)
+
+    def sliced(self, axis: int, runs: tuple[tuple[int, int], ...]) -> CheckpointTensor:
+        """Returns the slice of the given ranges of the current slice."""
+        taken = runs if self.ranges is None else slice_runs(self.ranges, runs)
+        return replace(self, axis=axis, ranges=taken)
 
     def every(self, share: int) -> CheckpointTensor:
         """Returns the slice of an array with one entry per `share` entries along the axis, such as
@@ -209,16 +214,17 @@ class Parameter:
         first, num_outputs = 0, self.shape[self.axis]
         inner = math.prod(self.shape[len(self.shape) + self.axis + 1 :])
         for source in sources:
-            rows = [math.prod(source.shape[i + 1 :]) for i in range(len(source.shape))]
+            shape = source.taken_shape
+            rows = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
             axis = next(i for i, row in enumerate(rows) if inner % row == 0)
             share = inner // rows[axis]  # rows of the tensor in an output, if it has several
             offset = first // inner % num_outputs
             runs = [((begin - offset) * share, (end - offset) * share) for begin, end in outputs]
-            inside = [(max(0, begin), min(source.shape[axis], end)) for begin, end in runs]
+            inside = [(max(0, begin), min(shape[axis], end)) for begin, end in runs]
             parts = tuple(self._cut(source.parts, outputs))
             taken = tuple(run for run in inside if run[0] < run[1])
-            yield replace(source, parts=parts, axis=axis, ranges=taken)
-            first += math.prod(source.shape)
+            yield replace(source.sliced(axis, taken), parts=parts)
+            first += math.prod(shape)
 
 
 def slice_runs(

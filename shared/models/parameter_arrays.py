@@ -15,6 +15,14 @@ def slice_tensor(tensor: CheckpointTensor, values: Array) -> Array:
     return np.concatenate([values[tensor.index(run)] for run in tensor.ranges], tensor.axis)
 
 
+def unsliced(tensor: CheckpointTensor, values: Array) -> Array:
+    """Returns all values of a tensor in the order of the file; its slice has every output once."""
+    if tensor.ranges is None:
+        return values
+    order = np.concatenate([np.arange(first, end) for first, end in tensor.ranges])
+    return np.take(values, np.argsort(order), tensor.axis)
+
+
 def from_stored(tensor: CheckpointTensor, values: Array) -> Array:
     """Returns values of an unquantised file, with all outputs, in the order of the tensor."""
     return in_halves(tensor, values.swapaxes(-1, -2) if tensor.is_transposed else values)

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, Array, Weights
 from shared.models.families import config_from_dict
 from shared.models.parameter import Parameter
-from shared.models.parameter_arrays import to_stored
+from shared.models.parameter_arrays import to_stored, unsliced
 from shared.models.parameters import parameters
 
 
@@ -41,7 +41,7 @@ def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
     """Splits a parameter into the tensors of a checkpoint."""
     tensors = {}
     for source, at, _ in parameter.places(parameter.pieces):
-        part = to_stored(source, array[at].reshape(source.shape))
+        part = to_stored(source, unsliced(source, array[at].reshape(source.shape)))
         whole = source.name.startswith(("lm_head.", "mtp."))
         tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
     return tensors

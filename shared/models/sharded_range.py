@@ -1,6 +1,10 @@
-"""Ranges of a parameter's outputs that tensor-parallel ranks share."""
+"""Ranges of a parameter's outputs: those that tensor-parallel ranks share, and those that a
+checkpoint stores head by head.
+"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 VOCAB_GROUP = 64
 """Neighbouring tokens that stay on one rank: sampling kernels sum their weights as one group."""
@@ -41,3 +45,18 @@ class ShardedRange:
 def vocab_section(vocab: int) -> ShardedRange:
     """Returns the TP section of a vocabulary, split in whole groups."""
     return ShardedRange(vocab, VOCAB_GROUP)
+
+
+def section_ranges(sizes: Sequence[int], groups: int) -> tuple[tuple[int, int], ...]:
+    """Returns the ranges of a tensor that stores its sections group by group, section by section.
+
+    Args:
+      sizes: Outputs of each section in one group, in the order of the tensor.
+      groups: Number of groups, such as key heads.
+    """
+    ends, width = [*accumulate(sizes)], sum(sizes)
+    return tuple(
+        (group * width + end - size, group * width + end)
+        for size, end in zip(sizes, ends, strict=True)
+        for group in range(groups)
+    )

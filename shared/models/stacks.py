@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.sharded_range import ShardedRange, vocab_section
 
 BIAS = "_bias"
 """Suffix of the parameter name of a weight's bias."""
+
+IN_ORDER: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType({})
+"""Order of the outputs of stored tensors: none differs."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,22 @@ def stack(
     float32: bool = False,
     sections: tuple[ShardedRange, ...] = (),
     axis: int = -2,
+    order: Mapping[str, tuple[tuple[int, int], ...]] = IN_ORDER,
 ) -> Parameter:
     """Returns a parameter that concatenates `tensors` on axis 0 for each layer, reshaped to
     `shape`.
+
+    `order` has the ranges of a tensor's outputs, if the parameter has them in another order.
     """
     if shape is None:
         rows = sum(s[0] for s in tensors.values())
         shape = (rows, *next(iter(tensors.values()))[1:])
     pieces = tuple(
-        tuple(CheckpointTensor(f"{layer}.{t}", s) for t, s in tensors.items()) for layer in layers
+        tuple(
+            CheckpointTensor(f"{layer}.{tensor}", shape_of, ranges=order.get(tensor))
+            for tensor, shape_of in tensors.items()
+        )
+        for layer in layers
     )
     return Parameter(
         name,

@@ -34,7 +34,7 @@ from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
-from tests.support.tiny_models import DENSE, DIVIDED, LATENT, WITH_MTP
+from tests.support.tiny_models import DENSE, DIVIDED, LATENT, WITH_MTP, WITHIN_OTHERS
 from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
@@ -154,7 +154,13 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     serve_on(backends, framework, family, "EAGLE", "exact", FEW)
 
 
-@pytest.mark.parametrize(("framework", "family"), every(EXPERTS, EXPERTS[:4], EXPERTS[3:]))
+@pytest.mark.parametrize(
+    ("framework", "family"),
+    [
+        *every(EXPERTS, EXPERTS[:4], EXPERTS[3:]),
+        *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in WITHIN_OTHERS),
+    ],
+)
 def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "exact", FEW)

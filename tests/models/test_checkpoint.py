@@ -80,6 +80,18 @@ def test_stacked_parameters_fuse_projections_by_layer(tmp_path):
     np.testing.assert_array_equal(ours["gated_delta.conv"][1], conv[:, 0])
 
 
+def test_fused_delta_projections_are_separated_by_kind(tmp_path):
+    """The file has the rows of a key head together: q, k, v, z, and b, a."""
+    config, sizes = write_tiny(tmp_path, "qwen3_next", 0), (16, 16, 32, 32)
+    stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
+    layer = "model.layers.2.linear_attn.in_proj_"
+    heads = np.split(stored[f"{layer}qkvz.weight"], 2)
+    parts = zip(*(np.split(head, np.cumsum(sizes)[:-1]) for head in heads), strict=True)
+    rates = np.split(stored[f"{layer}ba.weight"], 4)
+    separated = [*(np.concatenate(part) for part in parts), *rates[::2], *rates[1::2]]
+    np.testing.assert_array_equal(ours["gated_delta.inputs"][1], np.concatenate(separated))
+
+
 def test_load_converts_dtype_except_float32_parameters(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0)
     rewrite(tmp_path, lambda t: {k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()})

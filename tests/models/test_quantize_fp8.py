@@ -15,6 +15,7 @@ from shared.models.families import config_from_dict, config_from_folder
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_w8a16 import FP8W8A16
+from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.options.options import DEFAULT_MODEL
@@ -72,6 +73,23 @@ def test_quantized_mtp_layer_keeps_input_projection(family, tmp_path):
         for got, each in zip(model(tmp_path / "twin").mtp(TOKENS, hidden, 0), want, strict=True):
             # Float32 on both sides: the orders of the sums differ.
             np.testing.assert_allclose(got, each, rtol=0, atol=1e-4)
+
+
+def test_quantized_fused_delta_projections_load_by_rank(tmp_path):
+    """A rank reads heads of a fused FP8 projection; its blocks cover parts of several heads."""
+    fields = tiny_config("qwen3_next", nested=False, with_mtp=False, tied=False)
+    config = config_from_dict(fields)
+    save_checkpoint(tmp_path / "plain", fields, tiny_weights(config, 1))
+    quantize_fp8.write(tmp_path / "plain", tmp_path / "twin")
+    twin, plain = (open_checkpoint(tmp_path / name) for name in ("twin", "plain"))
+    (inputs,) = (x for x in parameters(config, False) if x.name == "gated_delta.inputs")
+    whole, exact = (each.load(inputs, np.float32) for each in (twin, plain))
+    np.testing.assert_allclose(whole, exact, rtol=2**-4, atol=np.abs(exact).max() / 448 * 2**-9)
+    assert (whole != exact).any()
+    for rank in range(2):
+        local = inputs.shard(rank, 2)
+        got = twin.load(local, np.float32)
+        np.testing.assert_array_equal(got, shard_array(local, whole))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def implementation(request):
     return IMPLEMENTATIONS[request.param]
 
 
-WITHIN_OTHERS = ("mistral", "olmo2", "phi3", "qwen2")
+WITHIN_OTHERS = ("mistral", "olmo2", "phi3", "qwen2", "qwen3_next")
 """Families of which another one has all switches and more, so that JAX has them in the matrix."""
 
 
@@ -74,7 +74,7 @@ TURNED = (
     "qwen3_moe",
     "smollm3",
 )
-HYBRID = ("qwen3_5_dense", "qwen3_5_moe")
+HYBRID = ("qwen3_5_dense", "qwen3_5_moe", "qwen3_next")
 MODELS = (*TURNED, *HYBRID, "qwen3_moe_fp8")
 CONTEXTS = {"phi3_longrope": 4096}
 """Context lengths beyond which the RoPE of a model differs; the golden short prompts use the
@@ -110,7 +110,7 @@ def test_prefill_kv_matches_golden(folder, implementation):
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
     windowed = {"gemma2": 1, "gemma3": 2, "gpt_oss_bf16": 1, "olmo3": 3}
-    first = windowed | {"qwen3_5_dense": 3, "qwen3_5_moe": 1}
+    first = windowed | {"qwen3_5_dense": 3, "qwen3_5_moe": 1, "qwen3_next": 1}
     layer = first.get(folder, 0)  # the first with full attention
     k, v = golden.kv(windowed.get(folder, 0))
     kept = len(want[f"short_K_{layer}"])  # a cache of a window holds its newest rows
@@ -174,7 +174,7 @@ def test_rejected_tree_branches_do_not_change_logits(folder, implementation):
     close(got.logits, want["decode_logits"][3:])
 
 
-@each_of(TURNED)
+@each_of((*TURNED, "qwen3_next"))
 def test_rope_at_far_positions_matches_golden(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])

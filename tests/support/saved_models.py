@@ -81,6 +81,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts": 8,
         "shared_expert_intermediate_size": 40,
     },
+    "qwen3_next": {
+        **DELTA,
+        **EXPERTS,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+    },
     "smollm3": PADDING,
 }
 """Fields of each family besides `SIZES`, by `model_type`."""
@@ -155,6 +161,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe, windows": ("qwen3_moe", _WINDOWS),
     "qwen3_moe, dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_next, dense layers": (
+        "qwen3_next",
+        {"mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
     "smollm3, untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layer_interval": 2}),
 }
 """Cases with fields of their own: the `model_type`, and those fields."""

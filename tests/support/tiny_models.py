@@ -30,8 +30,10 @@ DENSE = (
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
-EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_moe", *LATENT)
+EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_moe", "qwen3_next", *LATENT)
 """Families with mixtures of experts, between them every kind of router and of layout."""
+WITHIN_OTHERS = ("qwen3_next",)
+"""Those of which others have all switches of the forward pass."""
 EOS_ID = 1
 
 _COMMON: dict[str, Any] = {
@@ -200,6 +202,13 @@ _CONFIGS["qwen3_5_moe"] = {
     "model_type": "qwen3_5_moe_text",
     "shared_expert_intermediate_size": 40,
 }
+_CONFIGS["qwen3_next"] = {
+    **_CONFIGS["qwen3_5_moe"],
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "norm_topk_prob": False,
+    "mlp_only_layers": [2],
+}
 _CONFIGS["glm4_moe"] = {
     **_LIKE_LLAMA,
     "architectures": ["Glm4MoeForCausalLM"],
@@ -278,7 +287,7 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", *DIVIDED.values())
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
 """Families with a recurrent state."""
 WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRIDS)
 

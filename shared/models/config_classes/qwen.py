@@ -64,6 +64,23 @@ QWEN3_5_MOE = ConfigClass(
     sections=[11, 11, 10],
     extras=_GATED,
 )
+QWEN3_NEXT = ConfigClass(
+    "Qwen3NextConfig",
+    declared(151936, 2048, 5632, 48, (16, 2))
+    | _HYBRID
+    | {
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+        "mlp_only_layers": None,
+    },
+    rotated=0.25,
+    # Releases have an MTP layer, which their config.json does not name.
+    extras=_GATED | {"mtp_num_hidden_layers": 1},
+)
 QWEN3_5_OUTER = ConfigClass(
     "Qwen3_5Config", {"tie_word_embeddings": False, "image_token_id": 248056}
 )

@@ -31,6 +31,16 @@ _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_share
 QWEN3_5_MOE = replace(
     QWEN3_5, name="qwen3_5_moe", of=config_classes.QWEN3_5_MOE, routing=_WITH_SHARED
 )
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    config_classes.QWEN3_NEXT,
+    qk_norm=True,
+    is_hybrid=True,
+    has_fused_delta=True,
+    biases=BIASES[:1],
+    routing=Routing(has_shared=True, steps=True),
+    mtp=mtp.QWEN,
+)
 
 FAMILIES = {
     "Qwen2ForCausalLM": QWEN2,
@@ -40,12 +50,14 @@ FAMILIES = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
 }
 
 ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",

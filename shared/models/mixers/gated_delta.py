@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from shared.models.cache_spec import CacheArraySpec, CacheUnit
 from shared.models.head_groups import check_groups
 from shared.models.parameter import Parameter
-from shared.models.sharded_range import ShardedRange
+from shared.models.sharded_range import ShardedRange, section_ranges
 from shared.models.stacks import StackSettings, norms_of, stack
 
 CONV_WIDTH = 4
@@ -15,7 +15,15 @@ CONV_WIDTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig:
-    """Gated DeltaNet (GDN); value head h uses key head h // (value heads / key heads)."""
+    """Gated DeltaNet (GDN); value head h uses key head h // (value heads / key heads).
+
+    Attributes:
+      num_key_heads, num_value_heads: Heads of queries and keys, and heads of values.
+      key_size, value_size: Size of each head.
+      has_fused_inputs: True if a checkpoint has two input projections that are stored by key head:
+        q, k, v and the gate z, and the rates b and a.
+      conv_width: Width of the convolution.
+    """
 
     kind: ClassVar[str] = "gated_delta"
     window: ClassVar[None] = None
@@ -25,6 +33,7 @@ class GatedDeltaConfig:
     num_value_heads: int
     key_size: int
     value_size: int
+    has_fused_inputs: bool = False
     conv_width: int = CONV_WIDTH
 
     def __post_init__(self) -> None:
@@ -71,12 +80,6 @@ class GatedDeltaConfig:
         """Returns the stacks of some layers; see `shared.models.mixers.attention`."""
         hidden, heads = settings.hidden, self.num_value_heads
         values = heads * self.value_size
-        inputs = {
-            "linear_attn.in_proj_qkv.weight": (self.channels, hidden),
-            "linear_attn.in_proj_z.weight": (values, hidden),
-            "linear_attn.in_proj_b.weight": (heads, hidden),
-            "linear_attn.in_proj_a.weight": (heads, hidden),
-        }
         conv = {"linear_attn.conv1d.weight": (self.channels, 1, self.conv_width)}
         channels, by_heads = self._channel_sections, ShardedRange(heads)
         by_inputs = (*channels, channels[-1], by_heads, by_heads)
@@ -84,7 +87,7 @@ class GatedDeltaConfig:
         wide = (self.channels, self.conv_width)
         out = {"linear_attn.out_proj.weight": (hidden, values)}
         return [
-            stack(f"{prefix}inputs", layers, inputs, sections=by_inputs),
+            replace(self._inputs(f"{prefix}inputs", layers, hidden), sections=by_inputs),
             stack(f"{prefix}conv", layers, conv, shape=wide, sections=channels),
             stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, **by_head),
             stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, **by_head),
@@ -92,8 +95,31 @@ class GatedDeltaConfig:
             stack(f"{prefix}out", layers, out, sections=(ShardedRange(hidden),)),
         ]
 
+    def _inputs(self, name: str, layers: Sequence[str], hidden: int) -> Parameter:
+        """Returns the fused input projections: q, k, v, z, b and a, each for all heads."""
+        keys, heads = self.num_key_heads, self.num_value_heads
+        values, each = heads * self.value_size, heads // keys
+        if not self.has_fused_inputs:
+            rows = {"qkv": self.channels, "z": values, "b": heads, "a": heads}
+            return stack(
+                name, layers, {_input(part): (count, hidden) for part, count in rows.items()}
+            )
+        wide = {"qkvz": self.channels + values, "ba": 2 * heads}
+        inputs = {_input(part): (count, hidden) for part, count in wide.items()}
+        by_head = (self.key_size, self.key_size, *[each * self.value_size] * 2)
+        order = {
+            _input("qkvz"): section_ranges(by_head, keys),
+            _input("ba"): section_ranges((each, each), keys),
+        }
+        return stack(name, layers, inputs, order=order)
+
     @property
     def _channel_sections(self) -> tuple[ShardedRange, ...]:
         """TP sections of the convolution channels: all q heads, k heads, v heads."""
         keys = ShardedRange(self.num_key_heads * self.key_size, self.key_size)
         return keys, keys, ShardedRange(self.num_value_heads * self.value_size, self.value_size)
+
+
+def _input(part: str) -> str:
+    """Returns the name of an input projection in a checkpoint."""
+    return f"linear_attn.in_proj_{part}.weight"
