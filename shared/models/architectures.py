@@ -3,12 +3,17 @@
 from shared.models.config_classes.config_class import ConfigClass
 from shared.models.config_fields import Json, listed, object_of, word
 from shared.models.family import Family
-from shared.models.family_records import deepseek, gemma, gpt_oss, llama, qwen
+from shared.models.family_records import deepseek, gemma, gpt_oss, llama, minimax, qwen
 
 FAMILIES: dict[str, Family] = dict(
     sorted(
         (
-            deepseek.FAMILIES | gemma.FAMILIES | gpt_oss.FAMILIES | llama.FAMILIES | qwen.FAMILIES
+            deepseek.FAMILIES
+            | gemma.FAMILIES
+            | gpt_oss.FAMILIES
+            | llama.FAMILIES
+            | minimax.FAMILIES
+            | qwen.FAMILIES
         ).items()
     )
 )
@@ -19,6 +24,7 @@ ARCHITECTURES: dict[str, str] = (
     | gemma.ARCHITECTURES
     | gpt_oss.ARCHITECTURES
     | llama.ARCHITECTURES
+    | minimax.ARCHITECTURES
     | qwen.ARCHITECTURES
 )
 """Architecture of a `model_type`, for a config.json without `architectures`."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from shared.models.activation import SILU
 from shared.models.config_classes.config_class import ConfigClass
@@ -37,7 +38,7 @@ class Family:
       has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
       nope_layers: True if some layers have no rotary embedding (NoPE).
       scales_queries: True if queries may be scaled by position (long-context query scaling).
-      post_norm: See `ModelConfig`; QK norms then span all heads.
+      post_norm: See `ModelConfig`.
       full_attention_interval: Without `layer_types`, layers of which the last one has full
         attention, in a family with sliding windows `BY_TYPES`.
       has_sinks: See `AttentionConfig`.
@@ -49,10 +50,12 @@ class Family:
       activation: Kind of activation of dense MLPs.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
+      norms_all_heads: See `AttentionConfig`.
       norms_by_flag: True if `use_qk_norm` enables QK norms.
       plain_out: True if the attention output projection never has a bias.
       has_latent_attention: True for multi-head latent attention (MLA).
       sees: True if a checkpoint may contain a vision encoder.
+      fixed: Optional fields with their only supported value, of each element in a list.
     """
 
     name: str
@@ -80,10 +83,12 @@ class Family:
     activation: str = SILU
     scales_full_layers: bool = False
     routing: Routing | None = None
+    norms_all_heads: bool = False
     norms_by_flag: bool = False
     plain_out: bool = False
     has_latent_attention: bool = False
     sees: bool = False
+    fixed: tuple[tuple[str, Any], ...] = ()
 
 
 BIASES = ("attention_bias", "mlp_bias")

@@ -83,7 +83,7 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
         head_size=head_size,
         qk_norm=family.qk_norm or (family.norms_by_flag and flag(text, "use_qk_norm")),
-        norms_all_heads=family.post_norm,
+        norms_all_heads=family.norms_all_heads,
         has_gate=family.is_hybrid and flag(text, "attn_output_gate"),
         input_bias=family.input_bias or flag(text, "attention_bias"),
         out_bias=flag(text, "attention_bias") and not family.plain_out,

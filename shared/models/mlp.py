@@ -74,14 +74,20 @@ class ExpertTensors:
 
     Attributes:
       router: Name of the router.
+      score_bias: Name of the bias of its scores.
       experts: Prefix of the experts' tensors.
+      gate, up, down: Names of the projections of an expert that is stored by itself.
       is_transposed: True if matrices that are stored for all experts at once are `[in, out]`.
       is_interleaved: True if the gate and up outputs of such matrices alternate.
       width_field: Field of config.json with the width of an expert.
     """
 
     router: str = "mlp.gate"
+    score_bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
     is_transposed: bool = False
     is_interleaved: bool = False
     width_field: str = "moe_intermediate_size"
@@ -203,7 +209,7 @@ class MoEConfig:
             router["mlp.shared_expert_gate.weight"] = (1, hidden)
         tensors = [stack(f"{prefix}router", layers, router)]
         if self.has_score_bias:
-            scores = {"mlp.gate.e_score_correction_bias": (self.num_experts,)}
+            scores = {self.tensors.score_bias: (self.num_experts,)}
             tensors.append(stack(f"{prefix}score_bias", layers, scores, float32=True))
         if self.has_bias:
             tensors.append(bias(f"{prefix}router", layers, router, ()))
@@ -243,14 +249,13 @@ class MoEConfig:
         wide = (self.intermediate, hidden)
         each = (2 * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
         single_shape = wide if matrix == "gate_up" else wide[::-1]
+        singles = (stored.gate, stored.up) if matrix == "gate_up" else (stored.down,)
         pieces = []
         for layer in layers:
             parts = tuple(
-                CheckpointTensor(
-                    f"{layer}.{stored.experts}.{expert}.{part}_proj.weight", single_shape
-                )
+                CheckpointTensor(f"{layer}.{stored.experts}.{expert}.{part}.weight", single_shape)
                 for expert in range(self.num_experts)
-                for part in matrix.split("_")
+                for part in singles
             )
             whole = CheckpointTensor(
                 f"{layer}.{stored.experts}.{matrix}_proj",

@@ -69,7 +69,10 @@ OBJECTS = ("rope_scaling", "rope_parameters")
 
 BASE = "rope_theta"
 
-BESIDE = (BASE, "partial_rotary_factor", "original_max_position_embeddings")
+FACTOR, ROTATED = "partial_rotary_factor", "rotary_dim"
+"""Fraction of a head that is rotated, and the rotated dimensions in the files of some families."""
+
+BESIDE = (BASE, FACTOR, "original_max_position_embeddings")
 """Rotary settings that may also be at the top level of a config.json."""
 
 
@@ -145,6 +148,8 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
         text = {name: value for name, value in text.items() if (name, value) != (BASE, of.theta)}
         if not any(object_of(text, name) for name in OBJECTS):
             text[OBJECTS[1]] = default
+    if ROTATED in of.extras and text.get(ROTATED) is not None:
+        text = _with_factor(text, of)
     original = of.fields.get("original_max_position_embeddings")
     is_local = of.local_theta is not None and layer_type == LAYER_TYPES[1]
     return {
@@ -156,6 +161,21 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
         **({} if original is None else {"original_max_position_embeddings": original}),
         **settings_of(text, layer_type),
     }
+
+
+def _with_factor(text: Json, of: ConfigClass) -> dict[str, Any]:
+    """Replaces the number of rotated dimensions by their fraction.
+
+    Raises:
+      ValueError: Another fraction is stated.
+    """
+    share = positive(text, ROTATED) / positive(of.completed(text), "head_dim")
+    if text.get(FACTOR, share) != share:
+        raise ValueError(
+            f"{ROTATED} and {FACTOR} in {CONFIG} must name the same dimensions, got "
+            f"{text[ROTATED]} and {text[FACTOR]}; remove one of them"
+        )
+    return {**text, FACTOR: share}
 
 
 def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> RotaryConfig:

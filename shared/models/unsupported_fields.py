@@ -1,5 +1,7 @@
 """Fields of a config.json that are not supported in a model family."""
 
+from typing import Any
+
 from shared.models.activation import GELU_TANH, SILU
 from shared.models.config_fields import Json, count, flag, listed, object_of
 from shared.models.experts import refuse_other_experts
@@ -41,6 +43,8 @@ def refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             raise ValueError(
                 f"{field}: true is not supported; use a checkpoint with {field}: false"
             )
+    for field, served in family.fixed:
+        _refuse_others(text, field, served)
     field, known = _ACTIVATIONS[family.activation]
     if text[field] not in known:
         raise ValueError(f"{field} must be {known[0]}, got {text[field]!r}")
@@ -55,3 +59,10 @@ def refuse_unsupported(config: Json, text: Json, family: Family) -> None:
         raise ValueError(
             f"mtp_num_hidden_layers must be 0 or 1, got {text['mtp_num_hidden_layers']}"
         )
+
+
+def _refuse_others(text: Json, field: str, served: Any) -> None:
+    stated = text.get(field, served)
+    for value in stated if isinstance(stated, list) else [stated]:
+        if value != served:
+            raise ValueError(f"{field} must be {served}, got {stated!r:.60}")

@@ -25,7 +25,7 @@ def implementation(request):
     return IMPLEMENTATIONS[request.param]
 
 
-WITHIN_OTHERS = ("mistral", "olmo2", "phi3", "qwen2", "qwen3_next")
+WITHIN_OTHERS = ("minimax_m2", "mistral", "olmo2", "phi3", "qwen2", "qwen3_next")
 """Families of which another one has all switches and more, so that JAX has them in the matrix."""
 
 
@@ -61,6 +61,7 @@ TURNED = (
     "granite",
     "llama",
     "llama_bias",
+    "minimax_m2",
     "ministral3",
     "mistral",
     "mistral_sliding",

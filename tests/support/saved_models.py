@@ -66,6 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 8},
     "granite": {},
     "llama": {},
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
     "ministral3": {},
     "mistral": {},
     "olmo2": {},
@@ -147,6 +148,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "minimax_m2, rotated dimensions": (
+        "minimax_m2",
+        {"head_dim": 16, "rotary_dim": 4, "num_key_value_heads": 1},
+    ),
     "mistral, windows": ("mistral", {"sliding_window": 8}),
     "olmo3, two bases": ("olmo3", {"sliding_window": 8, "rope_parameters": _TWO_BASES}),
     "olmo3, windows": ("olmo3", {"sliding_window": 8}),

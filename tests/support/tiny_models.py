@@ -30,9 +30,9 @@ DENSE = (
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
-EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_moe", "qwen3_next", *LATENT)
+EXPERTS = ("glm4_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe", "qwen3_moe", "qwen3_next", *LATENT)
 """Families with mixtures of experts, between them every kind of router and of layout."""
-WITHIN_OTHERS = ("qwen3_next",)
+WITHIN_OTHERS = ("minimax_m2", "qwen3_next")
 """Those of which others have all switches of the forward pass."""
 EOS_ID = 1
 
@@ -244,6 +244,17 @@ _CONFIGS["gpt_oss"] = {
         "original_max_position_embeddings": 256,
         "truncate": False,
     },
+}
+_CONFIGS["minimax_m2"] = {
+    **_LIKE_LLAMA,
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rotary_dim": 8,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
 }
 _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,

@@ -9,7 +9,14 @@ GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=T
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", config_classes.MISTRAL, sliding_window=SlidingWindowRule.BY_SIZE)
 MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, scales_queries=True)
-OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], post_norm=True)
+OLMO2 = Family(
+    "olmo2",
+    config_classes.OLMO2,
+    qk_norm=True,
+    norms_all_heads=True,
+    biases=BIASES[:1],
+    post_norm=True,
+)
 OLMO3 = replace(
     OLMO2,
     name="olmo3",

@@ -35,7 +35,10 @@ would be rounded differently, and some compilers turn it into this product."""
 STORED = "F8_E4M3"
 """Name of the FP8 dtype in a safetensors file."""
 
-QUANTISED = ("_proj", "kv_a_proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz")
+QUANTISED = (
+    *("_proj", "kv_a_proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
+    *(".w1", ".w2", ".w3"),
+)
 """Suffixes of the names of modules that FP8 releases quantise."""
 
 MTP_INPUT = "eh_proj"
