@@ -7,6 +7,7 @@ text: the parser finds it there, and a grammar that requires the text allows the
 from __future__ import annotations
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
+OPEN, CLOSE, SEPARATOR = "<|open|>", "<|close|>", "<|sep|>"
 PYTHON_TAG = "<|python_tag|>"
 THINK, THINK_END = "<think>", "</think>"
 CHANNEL_MARKS = (

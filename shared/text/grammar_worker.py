@@ -27,7 +27,7 @@ from shared.text.grammar import (
     with_prefix,
 )
 from shared.text.lark_pattern import pattern_of
-from shared.text.reasoning_formats import HARMONY, REASONING_FORMATS, ReasoningFormat
+from shared.text.reasoning_formats import REASONING_FORMATS, ReasoningFormat
 
 DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
@@ -55,8 +55,23 @@ _CHANNEL_STEP = (
 )
 _CHANNELS = f"lead: step*\n{_CHANNEL_STEP}"
 _OPEN_CHANNEL = f'lead: body "<|start|>" "assistant" step*\n{_CHANNEL_STEP}'
-_FINAL_CHANNEL = 'lead: "<|channel|>" "final" "<|message|>"'
-"""Header of the message that an output format constrains."""
+
+
+def _content_lead(tags: ReasoningFormat) -> str | None:
+    """Returns the prefix of a content that an output format constrains; None: none."""
+    if tags.has_channels:
+        return 'lead: "<|channel|>" "final" "<|message|>"'
+    begins = " | ".join(map(literal, tags.content_begins))
+    return f"lead: ({begins})?" if begins else None
+
+
+_CONTENT_LEADS = {
+    tags.lead(state): lead
+    for tags in REASONING_FORMATS.values()
+    for state in ("open", "maybe")
+    if (lead := _content_lead(tags)) is not None
+}
+"""Prefixes of a constrained content by the keys of `ReasoningFormat.lead`."""
 
 LEADS = {key: lead for tags in REASONING_FORMATS.values() for key, lead in _leads(tags).items()}
 """Prefixes of outputs by the keys of `ReasoningFormat.lead`."""
@@ -135,8 +150,8 @@ class GrammarRequest:
           GrammarRefused: The constraint is invalid or unsupported.
         """
         written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
-        if written is not None and self.lead in (HARMONY.lead("open"), HARMONY.lead("maybe")):
-            written = with_prefix(_FINAL_CHANNEL, written)
+        if written is not None and self.lead in _CONTENT_LEADS:
+            written = with_prefix(_CONTENT_LEADS[self.lead], written)
         if self.calls is not None:
             written = tool_call_grammar.grammar_of(
                 self.calls.style,

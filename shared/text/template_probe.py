@@ -101,9 +101,10 @@ def tool_call_parser_of(templates: ChatTemplates) -> ParserChoice:
 def reasoning_parser_of(templates: ChatTemplates) -> ParserChoice:
     """Selects the reasoning parser by the tags in a template."""
     source = templates.sources.get(DEFAULT) or templates.sources.get(TOOL_USE, "")
-    for name in ("harmony", "gemma4", "mistral"):
-        if (begin := REASONING_FORMATS[name].begin) in source:
-            return ParserChoice(name, f"contains {begin}")
+    for name, tags in REASONING_FORMATS.items():
+        mark = tags.source or tags.begin
+        if tags.begin != THINK and mark in source:
+            return ParserChoice(name, f"contains {mark}")
     if THINK in source:
         return ParserChoice("qwen3", f"contains {THINK}")
     if THINK_END not in source:

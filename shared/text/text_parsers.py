@@ -36,7 +36,7 @@ def new_parser(
         read_calls, read_content = call_format.read_calls, call_format.read
         # A grammar begins after the reasoning, so constrained calls occur only there.
         openings = () if output.are_calls_constrained else call_format.openings
-    output.reasoning_end = tags.end
+    output.reasoning_end, output.content_tags = tags.end, tags.content_tags
 
     def read(source: TextCursor, output: OutputBuilder) -> ParserStep[None]:
         if tags.has_channels:

@@ -38,7 +38,81 @@ def _framed(each: str, before: str = "", after: str = "") -> str:
     return _FRAME.replace("CALLS", calls)
 
 
+_DSML = _framed(
+    "{{- '<｜DSML｜invoke name=\"' + name + '\">\\n' }}"
+    "{%- for key, value in arguments | items %}{{- '<｜DSML｜parameter name=\"' + key }}"
+    "{{- '\" string=\"' + ('true' if value is string else 'false') + '\">' }}"
+    "{{- value if value is string else value | tojson }}{{- '</｜DSML｜parameter>\\n' }}"
+    "{%- endfor %}{{- '\\n' if not arguments else '' }}{{- '</｜DSML｜invoke>\\n' }}",
+    "\\n\\n<｜DSML｜SECTION>\\n",
+    "</｜DSML｜SECTION>",
+)
+_KIND = """
+{%- macro kind(given) -%}
+{%- if given is boolean -%}boolean
+{%- elif given is none -%}null
+{%- elif given is number -%}number
+{%- elif given is string -%}string
+{%- elif given is mapping -%}object
+{%- else -%}array
+{%- endif -%}
+{%- endmacro -%}
+"""
+
 CALL_TEMPLATES = {
+    "deepseek_v32": (
+        "deepseek_v32",
+        _DSML.replace("SECTION", "function_calls"),
+    ),
+    "deepseek_v4": (
+        "deepseek_v4",
+        _DSML.replace("SECTION", "tool_calls"),
+    ),
+    "kimi_k3": (
+        "kimi_k3",
+        _KIND
+        + _framed(
+            "{{- '<|open|>call tool=\"' + name + '\" index=\"' ~ loop.index ~ '\"<|sep|>' }}"
+            "{%- for key, value in arguments | items %}"
+            "{{- '<|open|>argument key=\"' + key + '\" type=\"' + kind(value) + '\"<|sep|>' }}"
+            "{{- value if value is string else value | tojson }}{{- '<|close|>argument<|sep|>' }}"
+            "{%- endfor %}{{- '<|close|>call<|sep|>' }}",
+            "<|open|>tools<|sep|>",
+            "<|close|>tools<|sep|>",
+        ),
+    ),
+    "nemotron": (
+        "nemotron",
+        _framed(
+            "{{- '{\"name\": \"' + name + '\", \"arguments\": ' + arguments | tojson + '}' }}"
+            "{{- '' if loop.last else ', ' }}",
+            "<TOOLCALL>[",
+            "]</TOOLCALL>",
+        ),
+    ),
+    "hy3": (
+        "hy3",
+        _framed(
+            "{{- '<tool_call:opensource>' + name + '<tool_sep:opensource>\\n' }}"
+            "{%- for key, value in arguments | items %}"
+            "{{- '<arg_key:opensource>' + key + '</arg_key:opensource>\\n<arg_value:opensource>' }}"
+            "{{- value if value is string else value | tojson }}"
+            "{{- '</arg_value:opensource>\\n' }}{%- endfor %}"
+            "{{- '</tool_call:opensource>\\n' }}",
+            "<tool_calls:opensource>\\n",
+            "</tool_calls:opensource>",
+        ),
+    ),
+    "cohere": (
+        "cohere",
+        _framed(
+            '{{- \'{"tool_call_id": "\' ~ loop.index0 ~ \'", "tool_name": "\' + name }}'
+            "{{- '\", \"parameters\": ' + arguments | tojson + '}' }}"
+            "{{- '\\n' if loop.last else ',\\n    ' }}",
+            "<|START_ACTION|>[\\n    ",
+            "]<|END_ACTION|>",
+        ),
+    ),
     "mistral list": (
         "mistral",
         _framed(

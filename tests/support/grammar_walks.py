@@ -24,6 +24,11 @@ OF_STYLES = {
     "gemma4": ['<|"|>', "<channel|>", ":"],
     "functiongemma": ["<escape>", ":"],
     "harmony": ["<|end|>"],
+    "deepseek_v32": ["</｜DSML｜parameter>"],
+    "deepseek_v4": ["</｜DSML｜parameter>"],
+    "kimi_k3": ["<|close|>argument<|sep|>", "<|close|>think<|sep|>"],
+    "hy3": ["</arg_value:opensource>", "</think:opensource>"],
+    "cohere": ["<|END_THINKING|>"],
 }
 """Further ones of tool-call formats; a walk chooses them in half of the cases."""
 

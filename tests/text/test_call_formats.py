@@ -45,6 +45,9 @@ STREAMED = {
     '<|tool_call_argument_begin|>{"city": "Ro',
     "llama3": '{"name": "get_weather", "parameters": {"city": "Ro',
     "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Ro',
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    '"parameters": {"city": "Ro',
+    "nemotron": '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Ro',
     "phi4": '<|tool_call|>{"name": "get_weather", "arguments": {"city": "Ro',
 }
 """Beginnings of calls with JSON arguments, which are streamed."""
@@ -196,6 +199,14 @@ def test_json_arguments_are_streamed(name: str) -> None:
         ("harmony", "<|channel|>commentary to=stop<|message|> {}<|end|>", 1),
         ("harmony", "<|start|>assistant<|channel|>analysis to=functions.stop code<|message|>{}", 1),
         ("gemma4", "<|tool_call>call:stop{ }<tool_call|>\n<|tool_call>call:stop{}<tool_call|>", 2),
+        ("deepseek_v4", '<｜DSML｜tool_calls><｜DSML｜invoke name="stop">\n\n'
+         "</｜DSML｜invoke>", 1),
+        ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="stop" index="12"<|sep|>'
+         "<|close|>call<|sep|>", 1),
+        ("nemotron", '<TOOLCALL>[{"name": "stop", "arguments": {}}]', 1),
+        ("cohere", '<|START_ACTION|>[{"tool_name":"stop","parameters":{}}]<|END_ACTION|>', 1),
+        ("cohere", '<|START_ACTION|>[{"parameters": {}, "tool_name": "stop"}, '
+         '{"tool_call_id": "7", "tool_name": "stop"}]<|END_ACTION|>', 2),
         ("minimax_m2", '<minimax:tool_call><invoke name="stop"></invoke></minimax:tool_call>', 1),
     ],
 )  # fmt: skip
@@ -210,6 +221,33 @@ def test_glm45_arguments_have_types_of_schema() -> None:
         "glm45", f"<tool_call>get_weather{''.join(parts)}</tool_call>", is_constrained=False
     )
     want = {"city": "12", "days": 12, "is_open": True, "near": ["a"], "note": None}
+    assert arguments == want
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("deepseek_v32", '<｜DSML｜parameter name="KEY" string="KIND">', "</｜DSML｜parameter>"),
+        (
+            "kimi_k3",
+            '<|open|>argument key="KEY" type="KIND"<|sep|>',
+            "<|close|>argument<|sep|>",
+        ),
+    ],
+)
+def test_kind_of_value_follows_attribute(name: str, begin: str, end: str) -> None:
+    """The attribute decides, whatever the schema of the parameter is."""
+    kinds = ("true", "false", "maybe") if name == "deepseek_v32" else ("string", "number", "x")
+    values = [("city", 0, " 7 "), ("near", 1, '["a"]'), ("days", 0, "7"), ("note", 1, "so")]
+    values += [("price", 2, "7"), ("is_open", 1, "false")]
+    parts = [
+        begin.replace("KEY", k).replace("KIND", kinds[n]) + text + end for k, n, text in values
+    ]
+    written = FORMATS[name].write([("get_weather", {})])
+    place = written.rindex("</｜DSML｜invoke>" if name == "deepseek_v32" else "<|close|>call")
+    text = written[:place] + "".join(parts) + written[place:]
+    ((_, arguments),) = read_back(name, text, is_constrained=False)
+    want = {"city": " 7 ", "near": ["a"], "days": "7", "note": "so", "price": 7, "is_open": False}
     assert arguments == want
 
 

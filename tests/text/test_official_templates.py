@@ -43,6 +43,12 @@ TOOL_CALLS = {
     "kimi_k2": ("Kimi-K2-Instruct", "Kimi-K2-Thinking", "moonshotai-Kimi-K2"),
     "minimax_m2": ("MiniMax-M2",),
     "harmony": ("openai-gpt-oss-120b",),
+    "deepseek_v32": ("deepseek-ai-DeepSeek-V3.2",),
+    "deepseek_v4": ("deepseek-ai-DeepSeek-V4", "deepseek-ai-DeepSeek-V4-Flash-0731"),
+    "kimi_k3": ("Kimi-K3",),
+    "nemotron": ("NVIDIA-Nemotron-Nano-v2",),
+    "hy3": ("tencent-Hy3",),
+    "cohere": ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", "Cohere2MoE"),
     "gemma4": ("google-gemma-4-31B-it", "google-gemma-4-31B-it-interleaved"),
 }
 """Templates by the parser of their calls; no parser reads the calls of the others."""
@@ -53,6 +59,10 @@ REASONING = {
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral",
     "Qwen-Qwen3-0.6B": "qwen3",
     "GLM-4.6": "qwen3",
+    "deepseek-ai-DeepSeek-V3.2": "qwen3",
+    "Kimi-K3": "kimi_k3",
+    "tencent-Hy3": "hy3",
+    "Cohere2MoE": "cohere",
     "meta-llama-Llama-3.1-8B-Instruct": None,
     "Qwen-Qwen2.5-7B-Instruct": None,
 }

@@ -107,7 +107,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma4"])
+@pytest.mark.parametrize("name", ["mistral", "gemma4", "cohere", "kimi_k3", "hy3"])
 def test_reasoning_parser_reads_tags_of_format(name: str):
     tags = REASONING_FORMATS[name]
     text = f"{tags.begin}\nhm </think>\n{tags.end}\nYes."
@@ -122,6 +122,21 @@ def test_reasoning_parser_reads_tags_of_format(name: str):
     for lead in (tags.lead("open"), tags.lead("maybe")):
         written = GrammarRequest(form=form, calls=None, lead=lead).grammar()
         assert json.dumps(tags.end)[1:-1] in json.loads(written)["grammars"][0]["lark_grammar"]
+
+
+@pytest.mark.parametrize("style", [None, "hermes"])
+@pytest.mark.parametrize("name", ["cohere", "kimi_k3"])
+def test_tags_of_content_are_dropped(name: str, style: str | None):
+    tags = REASONING_FORMATS[name]
+    for begin in tags.content_begins:
+        text = f"{tags.begin}hm{tags.end}{begin}Yes <b>.\n{tags.content_ends[0]}"
+        for size in (1, 3, len(text)):
+            parser = new_parser(style, OutputBuilder({"f": {}}, None, False), False, tags)
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            assert read(parser, pieces) == ("hm", "Yes <b>.")
+    form = OutputFormat(kind="choice", value=["a"])
+    written = GrammarRequest(form=form, calls=None, lead=tags.lead("open")).grammar()
+    assert json.dumps(tags.content_begins[0])[1:-1] in written.replace('\\"', '"')
 
 
 def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str, list[str]]:

@@ -87,7 +87,10 @@ class CallFormat:
         openings = self.openings
         if not output.are_calls_constrained:
             openings += self.loose_openings
-        while lead := (yield from source.up_to(openings, output)):
+        tags = output.content_tags
+        while lead := (yield from source.up_to((*openings, *tags), output)):
+            if lead.endswith(tags):
+                continue
             if not (yield from self.read_calls(source, output, lead)):
                 output.note_malformed()
 

@@ -9,7 +9,6 @@ from shared.text.call_formats.typed_parameters import (
     ParameterTags,
     parameter_rules,
     read_parameters,
-    written_value,
 )
 from shared.text.delimiters import CALL, CALL_END
 from shared.text.grammar_source import literal
@@ -55,10 +54,7 @@ def write(calls: Sequence[Call]) -> str:
 
 def _written(call: Call) -> str:
     name, arguments = call
-    parameters = "".join(
-        f"{_KEY}{key}{_KEY_END}\n{_VALUE}{written_value(value)}{_VALUE_END}\n"
-        for key, value in arguments.items()
-    )
+    parameters = "".join(_TAGS.write(key, value) for key, value in arguments.items())
     return f"{CALL}{name}\n{parameters}{CALL_END}"
 
 

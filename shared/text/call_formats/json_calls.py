@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shared.text.call_formats.call_format import (
@@ -18,12 +20,44 @@ from shared.text.parsing import arguments as values
 from shared.text.parsing.json_object import JsonObject
 from shared.text.parsing.output_parser import OutputBuilder, ParserStep, TextCursor
 
-_HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-_KEYS = {"name", "arguments", "parameters", "id", "type"}
 _MORE_MEMBERS = re.compile(r'(?:\s*,\s*"(?:id|type)"\s*:\s*"[^"\\]*")*\s*\}')
 
 
-def read_json_call(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+@dataclass(frozen=True, kw_only=True)
+class CallKeys:
+    """Keys of the JSON object of a call.
+
+    Attributes:
+      first: Key of a string before the name; "": none.
+      name: Key of the function's name.
+      arguments: Keys of the arguments.
+    """
+
+    first: str = ""
+    name: str
+    arguments: tuple[str, ...]
+
+    @cached_property
+    def header(self) -> re.Pattern[str]:
+        """Expression of the text before the arguments; its group is the name."""
+        first = rf'(?:"{self.first}"\s*:\s*"[^"\\]*"\s*,\s*)?' if self.first else ""
+        name = rf'"{self.name}"\s*:\s*"([^"\\]+)"\s*,\s*'
+        return re.compile(rf'\s*\{{\s*{first}{name}"(?:{"|".join(self.arguments)})"\s*:\s*')
+
+    def call_of(self, given: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Returns name and arguments of an object; None if it has other members."""
+        if given.keys() - {self.first, self.name, *self.arguments, "id", "type"}:
+            return None
+        arguments = next((given[key] for key in self.arguments if key in given), {})
+        return given.get(self.name), arguments
+
+
+NAME_KEYS = CallKeys(name="name", arguments=("arguments", "parameters"))
+
+
+def read_json_call(
+    source: TextCursor, output: OutputBuilder, lead: str, keys: CallKeys = NAME_KEYS
+) -> ParserStep[bool]:
     """Parses a tool call written as a JSON object with a name and arguments.
 
     The arguments are streamed if the name precedes them, as models are trained to write it. Else
@@ -33,6 +67,7 @@ def read_json_call(source: TextCursor, output: OutputBuilder, lead: str) -> Pars
       source: Reads the text.
       output: Receives the call, or the text.
       lead: Text before the object; added as text if there is no call.
+      keys: Keys of the object.
 
     Returns:
       True if there was a call. Other text is added as text, or put back into `source`.
@@ -49,7 +84,7 @@ def read_json_call(source: TextCursor, output: OutputBuilder, lead: str) -> Pars
             source.give_up(held, output)
             return False
         opens = not has_begun and char == "{" and scan.depth == 2
-        if opens and _begin(held.removeprefix(lead), output):
+        if opens and _begin(held.removeprefix(lead), output, keys):
             has_begun, is_arguing, held = True, True, ""
         if is_arguing:
             output.add_arguments(char)
@@ -60,13 +95,15 @@ def read_json_call(source: TextCursor, output: OutputBuilder, lead: str) -> Pars
             held += char
     if has_begun and _MORE_MEMBERS.fullmatch(held):
         return True
-    if not has_begun and _add_whole_call(held.removeprefix(lead), output):
+    if not has_begun and _add_whole_call(held.removeprefix(lead), output, keys):
         return True
     output.add_text(held)
     return has_begun
 
 
-def read_call_list(source: TextCursor, output: OutputBuilder, lead: str) -> ParserStep[bool]:
+def read_call_list(
+    source: TextCursor, output: OutputBuilder, lead: str, keys: CallKeys = NAME_KEYS
+) -> ParserStep[bool]:
     """Parses a list of calls in brackets; the arguments are those of `read_json_call`."""
     bracket = yield from source.expect("[")
     if not bracket:
@@ -75,7 +112,7 @@ def read_call_list(source: TextCursor, output: OutputBuilder, lead: str) -> Pars
         source.give_up_lead(lead, output)
         return False
     lead, has_call = lead + bracket, False
-    while (yield from read_json_call(source, output, lead)):
+    while (yield from read_json_call(source, output, lead, keys)):
         has_call = True
         if not (lead := (yield from source.expect(","))):
             yield from source.close("]", output)
@@ -150,30 +187,27 @@ def written_list(calls: Sequence[Call]) -> str:
     return f"[{', '.join(written_object(call, 'arguments') for call in calls)}]"
 
 
-def _begin(header: str, output: OutputBuilder) -> bool:
+def _begin(header: str, output: OutputBuilder, keys: CallKeys) -> bool:
     """Starts a call if the header is complete and the function may be called."""
-    parts = _HEADER.fullmatch(header)
+    parts = keys.header.fullmatch(header)
     if not parts or not output.allows_call(parts[1]):
         return False
     output.begin(parts[1])
     return True
 
 
-def _add_whole_call(text: str, output: OutputBuilder) -> bool:
+def _add_whole_call(text: str, output: OutputBuilder, keys: CallKeys) -> bool:
     """Adds the call of a complete object; returns False if the object is not a call."""
-    call = read_object(text)
-    if call is None:  # nested too deeply
+    given = read_object(text)  # None: nested too deeply
+    call = None if given is None else keys.call_of(given)
+    if call is None:
         return False
-    arguments = call.get("arguments", call.get("parameters", {}))
+    name, arguments = call
     if isinstance(arguments, str):  # JSON within JSON, as OpenAI writes it
         arguments = read_object(arguments)
-    if not (
-        call.keys() <= _KEYS
-        and output.allows_call(call.get("name"))
-        and isinstance(arguments, dict)
-    ):
+    if not (output.allows_call(name) and isinstance(arguments, dict)):
         return False
-    output.add_whole_call(call["name"], values.to_json(arguments))
+    output.add_whole_call(name, values.to_json(arguments))
     return True
 
 

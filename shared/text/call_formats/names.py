@@ -11,11 +11,17 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "phi4": ("phi4_mini_json",),
     "deepseek_v3": ("deepseekv3",),
     "deepseek_v31": ("deepseekv31",),
+    "deepseek_v32": ("deepseekv32",),
+    "deepseek_v4": ("deepseekv4",),
     "kimi_k2": (),
+    "kimi_k3": (),
     "minimax_m2": ("minimax-m2",),
     "harmony": ("gpt-oss", "openai"),
     "gemma4": (),
     "functiongemma": (),
+    "nemotron": ("nemotron_json",),
+    "hy3": (),
+    "cohere": ("cohere_command3",),
 }
 """Values of `--tool-call-parser`, and other names of each format."""
 

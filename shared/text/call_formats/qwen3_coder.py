@@ -12,7 +12,7 @@ from shared.text.call_formats.call_format import (
     CallFormat,
     any_of,
 )
-from shared.text.call_formats.typed_parameters import ParameterTags, parameter_rules, written_value
+from shared.text.call_formats.typed_parameters import ParameterTags, parameter_rules
 from shared.text.delimiters import CALL, CALL_END
 from shared.text.grammar_source import literal
 from shared.text.parsing import arguments as values
@@ -171,11 +171,8 @@ def write(calls: Sequence[Call]) -> str:
 
 def _written(call: Call) -> str:
     name, arguments = call
-    values = "".join(
-        f"{_PARAMETER}{key}>\n{written_value(value)}\n{PARAMETER_END}\n"
-        for key, value in arguments.items()
-    )
-    return f"{CALL}\n{_FUNCTION}{name}>\n{values}{FUNCTION_END}\n{CALL_END}"
+    parameters = "".join(_TAGS.write(key, value) for key, value in arguments.items())
+    return f"{CALL}\n{_FUNCTION}{name}>\n{parameters}{FUNCTION_END}\n{CALL_END}"
 
 
 FORMAT = CallFormat(

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.text.call_formats import (
+    cohere,
     deepseek_v3,
+    deepseek_v4,
     deepseek_v31,
+    deepseek_v32,
     functiongemma,
     gemma4,
     glm45,
     granite,
     harmony,
     hermes,
+    hy3,
     kimi_k2,
+    kimi_k3,
     llama3,
     minimax_m2,
     mistral,
+    nemotron,
     phi4,
     pythonic,
     qwen3_coder,
@@ -26,7 +32,8 @@ from shared.text.reasoning_formats import REASONING_FORMATS
 
 _MODULES = (
     *(hermes, qwen3_coder, llama3, pythonic, mistral, glm45, granite, phi4),
-    *(deepseek_v3, deepseek_v31, kimi_k2, minimax_m2, harmony, gemma4, functiongemma),
+    *(deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4, kimi_k2, kimi_k3, minimax_m2),
+    *(harmony, gemma4, functiongemma, nemotron, hy3, cohere),
 )
 
 FORMATS: Mapping[str, CallFormat] = {module.FORMAT.name: module.FORMAT for module in _MODULES}

@@ -6,7 +6,7 @@ The text of a value has no type, so the schema of its function converts it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,50 @@ MAX_NAME = 256  # characters of a function or a parameter
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindAttribute:
+    """Attribute after a key that states the kind of the value.
+
+    Attributes:
+      begin, end: Texts around the attribute's value.
+      text: Attribute of a string.
+      others: Attributes of values in JSON.
+    """
+
+    begin: str
+    text: str
+    others: tuple[str, ...]
+    end: str
+
+    def rule(self, is_text: bool) -> str:
+        """Returns a part of a Lark rule that matches the attribute."""
+        kinds = (self.text,) if is_text else self.others
+        return f"({' | '.join(literal(self.begin + kind + self.end) for kind in kinds)})"
+
+    def read(self, source: TextCursor) -> ParserStep[tuple[str | None, bool | None]]:
+        """Reads a key and the attribute; returns the key, and True if the value is a string.
+
+        An unknown attribute is None: the schema decides.
+        """
+        key = yield from source.until(self.begin, MAX_NAME)
+        kind = None if key is None else (yield from source.until(self.end, MAX_NAME))
+        known = {self.text: True, **dict.fromkeys(self.others, False)}
+        return (None, None) if kind is None else (key, known.get(kind))
+
+    def write(self, value: Any) -> str:
+        """Returns the attribute of a value; that of JSON is the one named like its type."""
+        is_text = isinstance(value, str)
+        kind = self.text if is_text else next(filter(_type_of(value).__eq__, self.others), "")
+        return f"{self.begin}{kind or self.others[0]}{self.end}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterTags:
     """Texts around the key and the value of a parameter.
 
     Attributes:
       begin: Text before the key.
-      after_key: Text between key and value.
+      after_key: Text between key and value, if `kind` is None.
+      kind: Attribute between key and value; None: the schema decides on the kind of a value.
       before_end: Text between the value and its end.
       end: Closing tag of the value.
       separator: Text after each parameter, which a parser does not require.
@@ -34,11 +72,22 @@ class ParameterTags:
     """
 
     begin: str
-    after_key: str
+    after_key: str = ""
+    kind: KindAttribute | None = None
     before_end: str = ""
     end: str
     separator: str
     are_lines_optional: bool = False
+
+    def head_rule(self, is_text: bool) -> str:
+        """Returns a part of a Lark rule that matches the text between key and value."""
+        return self.rule(self.after_key) if self.kind is None else self.kind.rule(is_text)
+
+    def write(self, key: str, value: Any) -> str:
+        """Returns the text of a parameter."""
+        head = self.after_key if self.kind is None else self.kind.write(value)
+        text = value if isinstance(value, str) else to_json(value)
+        return f"{self.begin}{key}{head}{text}{self.before_end}{self.end}{self.separator}"
 
     def rule(self, text: str) -> str:
         """Returns a part of a Lark rule that matches one of these texts."""
@@ -57,21 +106,46 @@ def read_parameters(
     """
     schemas, entries = ParameterSchemas(schema), []
     while (yield from source.expect(tags.begin)):
-        key_end, *others = tags.after_key.split("\n")
-        key = yield from source.until(key_end, MAX_NAME)
-        for other in filter(None, others):
-            key = key if key and (yield from source.expect(other)) else None
-        text = (yield from _read_value(source, output, tags.end, key, schemas)) if key else None
-        if key is None or text is None:
+        key, is_text = yield from _read_head(source, tags)
+        if not key:
             return None
-        entries.append(f"{values.to_json(key)}: {values.argument_json(text, key, schemas)}")
+
+        def is_whole(text: str, key: str = key, is_text: bool | None = is_text) -> bool:
+            if is_text is not None:
+                return is_text or values.is_json(text)
+            return values.is_whole(text, key, schemas)
+
+        text = yield from _read_value(source, output, tags.end, is_whole)
+        if text is None:
+            return None
+        if is_text or (is_text is False and values.is_json(text)):
+            written = values.to_json(text) if is_text else text.strip()
+        else:
+            written = values.argument_json(text, key, schemas)
+        entries.append(f"{values.to_json(key)}: {written}")
     return f"{{{', '.join(entries)}}}"
 
 
+def _read_head(
+    source: TextCursor, tags: ParameterTags
+) -> ParserStep[tuple[str | None, bool | None]]:
+    """Reads a key and the text up to its value; see `KindAttribute.read`."""
+    if tags.kind is not None:
+        return (yield from tags.kind.read(source))
+    key_end, *others = tags.after_key.split("\n")
+    key = yield from source.until(key_end, MAX_NAME)
+    for other in filter(None, others):
+        key = key if key and (yield from source.expect(other)) else None
+    return key, None
+
+
 def _read_value(
-    source: TextCursor, output: OutputBuilder, end: str, key: str, schemas: ParameterSchemas
+    source: TextCursor, output: OutputBuilder, end: str, is_whole: Callable[[str], bool]
 ) -> ParserStep[str | None]:
-    """Reads a value; one within the reasoning ends with the reasoning, and is then no value."""
+    """Reads a value; one within the reasoning ends with the reasoning, and is then no value.
+
+    A closing tag ends a value of a constrained call only if the value is whole.
+    """
     text = ""
     while char := (yield from source.next()):
         text += char
@@ -81,9 +155,7 @@ def _read_value(
         if char != ">":
             continue
         value = text.removesuffix(end)
-        if value != text and (
-            not output.are_calls_constrained or values.is_whole(value, key, schemas)
-        ):
+        if value != text and (not output.are_calls_constrained or is_whole(value)):
             return value
     return None
 
@@ -94,10 +166,14 @@ def parameter_rules(tools: Sequence[CallableFunction], tags: ParameterTags) -> l
     Raises:
       InvalidGrammarError: A schema has a keyword that the format cannot enforce.
     """
-    key = rf"{literal(tags.begin)} /[^<>\n\"]+/ {tags.rule(tags.after_key)}"
+    key, end = rf"{literal(tags.begin)} /[^<>\n\"]+/", literal(tags.before_end + tags.end)
+    value = f"{tags.head_rule(is_text=True)} value_text"
+    if tags.kind is not None:
+        value = f"({value} | {tags.head_rule(is_text=False)} any_json {end})"
     made = [
         rf"value_text[suffix={literal(tags.end)}]: /(.|\n)*/",
-        f"any_parameter: {key} value_text {tags.rule(tags.separator)}",
+        f"any_parameter: {key} {value} {tags.rule(tags.separator)}",
+        *([] if tags.kind is None else [schema_rule("any_json", {})]),
     ]
     for number, tool in enumerate(tools):
         parts = ["any_parameter*"]
@@ -135,17 +211,18 @@ def _parts(
 def _parameter(
     rule: str, key: str, schema: Any, document: dict[str, Any], tags: ParameterTags
 ) -> list[str]:
-    begin = f"{literal(tags.begin + key)} {tags.rule(tags.after_key)}"
-    separator = tags.rule(tags.separator)
-    allowed = unquoted(schema, document)
+    allowed, end = unquoted(schema, document), literal(tags.before_end + tags.end)
+    text, options, rules = tags.head_rule(is_text=True), [], []
     if allowed.is_text:
-        return [f"{rule}: {begin} value_text {separator}"]
-    options, rules = list(map(literal, allowed.choices)), []
-    if allowed.value is not None:
-        options.append(f"v_{rule}")
+        options.append(f"{text} value_text")
+    elif allowed.choices:
+        options.append(f"{text} ({' | '.join(map(literal, allowed.choices))}) {end}")
+    # Without an attribute, a text may have the form of any JSON.
+    if allowed.value is not None and not (allowed.is_text and tags.kind is None):
+        options.append(f"{tags.head_rule(is_text=False)} v_{rule} {end}")
         rules.append(schema_rule(f"v_{rule}", standalone(allowed.value, document)))
-    end = literal(tags.before_end + tags.end)
-    return [f"{rule}: {begin} ({' | '.join(options)}) {end} {separator}", *rules]
+    begin, separator = literal(tags.begin + key), tags.rule(tags.separator)
+    return [f"{rule}: {begin} ({' | '.join(options)}) {separator}", *rules]
 
 
 def _text_parameter(number: int, tool: CallableFunction, pattern: str, tags: ParameterTags) -> str:
@@ -159,7 +236,7 @@ def _text_parameter(number: int, tool: CallableFunction, pattern: str, tags: Par
     end = re.escape(tags.before_end + tags.end).replace("\\\n", r"\n")
     is_whole = f"/(?:{_in_slashes(pattern)}){_in_slashes(end)}/"
     ends_early = rf"/(.|\n)*{_in_slashes(re.escape(tags.end))}(.|\n)+/"
-    begin = f"{literal(tags.begin + key)} {tags.rule(tags.after_key)}"
+    begin = f"{literal(tags.begin + key)} {tags.head_rule(is_text=True)}"
     rule = f"p_{number}_0: {begin} T_{number} {tags.rule(tags.separator)}"
     return f"{rule}\nT_{number}: {is_whole} & ~{ends_early}"
 
@@ -169,6 +246,7 @@ def _in_slashes(expression: str) -> str:
     return re.sub(r"\\(.)|/", lambda found: r"\/" if found[0][-1] == "/" else found[0], expression)
 
 
-def written_value(value: Any) -> str:
-    """Returns the text of a value: a string as it is, other values as JSON."""
-    return value if isinstance(value, str) else to_json(value)
+def _type_of(value: Any) -> str:
+    """Returns the name of a value's JSON type."""
+    names = {bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+    return names.get(type(value), "null")

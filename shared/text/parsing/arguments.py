@@ -48,7 +48,7 @@ def argument_json(text: str, key: str, schemas: ParameterSchemas) -> str:
     """
     value = read_argument(text, key, schemas)
     is_last_resort = value == text and not _accepts(schemas, key, text)
-    return text if is_last_resort and _is_json(text) else to_json(value)
+    return text if is_last_resort and is_json(text) else to_json(value)
 
 
 def is_whole(text: str, key: str, schemas: ParameterSchemas) -> bool:
@@ -56,7 +56,7 @@ def is_whole(text: str, key: str, schemas: ParameterSchemas) -> bool:
 
     JSON can contain the closing tag of its value within a string.
     """
-    return _accepts(schemas, key, text) or _is_json(text)
+    return _accepts(schemas, key, text) or is_json(text)
 
 
 def _accepts(schemas: ParameterSchemas, key: str, value: Any) -> bool:
@@ -66,7 +66,7 @@ def _accepts(schemas: ParameterSchemas, key: str, value: Any) -> bool:
         return False
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
     """Returns True if a text is JSON, whatever the size of its numbers."""
     try:
         json.loads(text, parse_constant=_reject_constant)

@@ -39,6 +39,7 @@ class OutputBuilder:
       new_id: Returns an id for a call that has none.
       is_thinking: Text is reasoning, until a call begins.
       reasoning_end: Closing tag of the reasoning.
+      content_tags: Texts around the content, which are dropped.
       was_cut: The text ended at `max_tokens`.
     """
 
@@ -55,6 +56,7 @@ class OutputBuilder:
         self.new_id = lambda: f"call_{uuid.uuid4().hex}"
         self.is_thinking = False
         self.reasoning_end = THINK_END
+        self.content_tags: tuple[str, ...] = ()
         self.was_cut = False
         self.max_calls = max_calls
         self._follows_call = False
@@ -160,7 +162,10 @@ class TextCursor:
         return "".join(record)
 
     def rest(self, output: OutputBuilder) -> ParserStep[None]:
-        """Adds the rest of the text as text."""
+        """Adds the rest of the text as text, without tags of the content."""
+        if output.content_tags:
+            while (yield from self.up_to(output.content_tags, output)):
+                pass
         while char := (yield from self.next()):
             output.add_text(char)
 
