@@ -11,6 +11,7 @@ from jax_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer
 from jax_impl.ops import Norm, Scale
 from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.gemm.per_layer import PerLayerInput
 from jax_impl.ops.moe.experts import Experts
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
@@ -42,9 +43,21 @@ def layers_of(
             feed=feeds[x.mlp.kind](stacks, f"{prefix}{at.mlp}.", at.mlp_index, in_stacks),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
+            per_layer=_per_layer(stacks, f"{prefix}per_layer.", i, in_stacks),
+            scalar=norm("layer_scalar"),
         )
         layers.append(layer)
     return tuple(layers)
+
+
+def _per_layer(
+    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
+) -> PerLayerInput | None:
+    norm = _vector(stacks.get(f"{prefix}end_norm"), place, in_stacks)
+    if norm is None:
+        return None
+    gate, out = (matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("gate", "out"))
+    return PerLayerInput(gate, out, norm)
 
 
 def _mlp(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Mlp:

@@ -13,7 +13,7 @@ from jax_impl.ops.attention import attention_layer, latent_attention
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
-from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm import layers, linear, per_layer
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
 from jax_impl.ops.recurrent import recurrent_layer
@@ -136,6 +136,8 @@ def attention(
         return out, kv._replace(pools=pools)
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(mixer), head_norms(config, weights)
+    if mixer.value_norm and mixer.has_kv:
+        qkv = attention_layer.norm_values(qkv, heads, config.rms_eps, mixer.keys_as_values)
     if context.query_scale is not None:
         qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
     if norms is not None and mixer.norms_all_heads:
@@ -165,6 +167,23 @@ def output_and_mlp(
     end, out = layer.mixer_end_norm, layer.mixer.out
     mixed = all_gather.all_gather(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
+
+
+def layer_end(
+    config: ModelConfig,
+    layer: Layer,
+    part: Float[jax.Array, "R size"] | None,
+    stream: NormedStream,
+    norm: Norm | None,
+) -> NormedStream:
+    """Adds the layer's part of the per-layer embeddings and multiplies by the layer scalar, if the
+    model has them; `norm` is the next norm of the stream.
+    """
+    if layer.per_layer is not None and part is not None:
+        stream = per_layer.added_part(stream, part, layer.per_layer, config.rms_eps)
+    if layer.scalar is not None:
+        stream = per_layer.times_rows(stream, layer.scalar)
+    return stream._replace(norm=norm)
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None) -> NormedStream:

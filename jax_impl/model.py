@@ -17,12 +17,13 @@ from jax_impl.layers import (
     Hidden,
     RecurrentMixer,
     attention,
+    layer_end,
     output_and_mlp,
 )
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention.attention import AttentionRows, Pools
-from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm import layers, linear, per_layer
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.gemm.linear import NormedStream
 from jax_impl.ops.moe.experts import counted
@@ -137,11 +138,13 @@ def forward(
         stream: NormedStream,
         carry: Any,
         place: Place,
+        part: Float[jax.Array, "R size"] | None,
         norm: Norm | None,
     ) -> tuple[NormedStream, Any]:
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
         mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
-        return output_and_mlp(config, layer, feed, mixed, stream, norm), carry
+        stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
+        return layer_end(config, layer, part, stream, norm), carry
 
     embedded = layers.embed_tokens(model.weights.embed, tokens, shown, embedding_factor(model))
     norms = [block.layer.input_norm for block in model.blocks]
@@ -150,12 +153,15 @@ def forward(
     stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
         stream = counted(stream)
-    streams = []
+    streams, parts = [], None
+    if model.weights.per_layer is not None:
+        parts = per_layer.per_layer_parts(tokens, embedded, model.weights.per_layer, eps)
     for i, (block, norm) in enumerate(zip(model.blocks, norms[1:], strict=True)):
         pool = block.mixer.kind, block.pool
         if i in kept_streams:
             streams.append(stream.whole)
-        given = (block.layer, stream, carries[pool], block.place, norm)
+        part = None if parts is None else parts[:, i]
+        given = (block.layer, stream, carries[pool], block.place, part, norm)
         stream, carries[pool] = run_block(block.mixer, block.feed, *given)
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)

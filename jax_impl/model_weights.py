@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Norm
 from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.gemm.per_layer import PerLayerInput, PerLayerTable
 from jax_impl.ops.moe.experts import Experts
 from shared.drafts.checkpoint import part_names
 from shared.drafts.config import DraftConfig
@@ -58,6 +59,7 @@ class Layer(NamedTuple):
     """Decoder layer; a layer of an EAGLE head has no input norm.
 
     Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
+    `scalar` multiplies the output of the layer.
     """
 
     input_norm: Norm | None
@@ -66,6 +68,8 @@ class Layer(NamedTuple):
     feed: Mlp | Experts
     mixer_end_norm: Norm | None
     feed_end_norm: Norm | None
+    per_layer: PerLayerInput | None
+    scalar: Norm | None
 
 
 class MTPLayer(NamedTuple):
@@ -90,6 +94,7 @@ class Weights(NamedTuple):
 
     Attributes:
       draft_rows: None if the draft vocabulary is the whole vocabulary.
+      per_layer: None for a model without per-layer embeddings.
     """
 
     embed: Float[jax.Array, "vocab hidden"]
@@ -98,6 +103,7 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     mtp: MTPLayer | None
     draft_rows: DraftVocabHead | None
+    per_layer: PerLayerTable | None
 
 
 class HeadWeights(NamedTuple):

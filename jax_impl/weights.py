@@ -31,6 +31,7 @@ from jax_impl.model_weights import (
 )
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.gemm.per_layer import PerLayerTable
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
@@ -284,7 +285,15 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
         layers=layers_of(loaded.stacks, "", config.layers, in_stacks),
         mtp=_mtp(config, loaded, in_stacks) if loaded.has_mtp else None,
         draft_rows=rows,
+        per_layer=_per_layer(alone),
     )
+
+
+def _per_layer(alone: Mapping[str, jax.Array]) -> PerLayerTable | None:
+    if "per_layer.embed" not in alone:
+        return None
+    embed, projection, norm = (alone[f"per_layer.{x}"] for x in ("embed", "projection", "norm"))
+    return PerLayerTable(embed, Matrix.plain(projection), norm)
 
 
 def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights | BlockWeights:

@@ -43,6 +43,7 @@ PALLAS_ALONE = {
 }
 TEST_OF_SPEC = {
     "model": "golden",
+    "per_layer": "golden",
     "convolution": "dflash2",
     "tree_growth": "eagle",
 }

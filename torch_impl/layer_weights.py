@@ -12,6 +12,7 @@ from shared.models.stacks import BIAS
 from torch_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer, Mlp
 from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.gemm.per_layer import PerLayerInput
 from torch_impl.ops.moe.experts import Experts
 
 Tensors = Mapping[str, Any]
@@ -36,9 +37,19 @@ def layers_of(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tup
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
             feed=feeds[each.mlp.kind](tensors, f"{prefix}{at.mlp}.", at.mlp_index),
+            per_layer=_per_layer(tensors, f"{prefix}per_layer.", i),
+            scalar=norm("layer_scalar"),
         )
         layers.append(layer)
     return tuple(layers)
+
+
+def _per_layer(tensors: Tensors, prefix: str, place: int) -> PerLayerInput | None:
+    norms = tensors.get(f"{prefix}end_norm")
+    if norms is None:
+        return None
+    gate, out = (matrix_of(tensors, f"{prefix}{x}", place) for x in ("gate", "out"))
+    return PerLayerInput(gate, out, norms[place])
 
 
 def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:

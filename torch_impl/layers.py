@@ -23,7 +23,7 @@ from torch_impl.ops.attention import attention_layer, latent_attention
 from torch_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.ops.collectives import all_gather
-from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm import layers, linear, per_layer
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
 from torch_impl.ops.moe.experts import Experts, added_experts
 from torch_impl.ops.recurrent import recurrent_layer
@@ -134,6 +134,8 @@ def attention(
         return latent_attention.latent_attention(qkv, mixer, *given)
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(mixer), head_norms(config, weights)
+    if mixer.value_norm and mixer.has_kv:
+        qkv = attention_layer.norm_values(qkv, heads, config.rms_eps, mixer.keys_as_values)
     if context.query_scale is not None:
         qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
     if norms is not None and mixer.norms_all_heads:
@@ -159,6 +161,23 @@ def output_and_mlp(
     end, out = layer.mixer_end_norm, layer.mixer.out
     mixed = all_gather.all_gather(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
+
+
+def layer_end(
+    config: ModelConfig,
+    layer: Layer,
+    part: Float[Tensor, "R size"] | None,
+    stream: NormedStream,
+    norm: Float[Tensor, " hidden"] | None,
+) -> NormedStream:
+    """Adds the layer's part of the per-layer embeddings and multiplies by the layer scalar, if the
+    model has them; `norm` is the next norm of the stream.
+    """
+    if layer.per_layer is not None and part is not None:
+        stream = per_layer.added_part(stream, part, layer.per_layer, config.rms_eps)
+    if layer.scalar is not None:
+        stream = per_layer.times_rows(stream, layer.scalar)
+    return replace(stream, norm=norm)
 
 
 def mlp(

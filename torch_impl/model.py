@@ -20,12 +20,13 @@ from torch_impl.layers import (
     Hidden,
     RecurrentMixer,
     attention,
+    layer_end,
     output_and_mlp,
     rotary_frequencies,
 )
 from torch_impl.model_weights import Layer, Weights
 from torch_impl.ops.attention.attention import AttentionRows, Pools
-from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm import layers, linear, per_layer
 from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.moe.experts import counted
 from torch_impl.ops.sampling import lm_head
@@ -128,6 +129,9 @@ def forward(
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
     embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
+    parts = None
+    if weights.per_layer is not None:
+        parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, config.rms_eps)
     if config.experts is not None:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
@@ -136,6 +140,8 @@ def forward(
         inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
         mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
         stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
+        part = None if parts is None else parts[:, i]
+        stream = layer_end(config, block.layer, part, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     hidden = layers.rms_norm(stream.whole, weights.final_norm, config.rms_eps)

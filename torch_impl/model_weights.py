@@ -11,6 +11,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig
 from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.gemm.per_layer import PerLayerInput, PerLayerTable
 from torch_impl.ops.moe.experts import Experts
 
 
@@ -62,6 +63,7 @@ class Layer:
     """Decoder layer; a layer of an EAGLE head has no input norm.
 
     Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
+    `scalar` multiplies the output of the layer.
     """
 
     input_norm: Float[Tensor, " hidden"] | None
@@ -70,6 +72,8 @@ class Layer:
     feed: Mlp | Experts
     mixer_end_norm: Float[Tensor, " hidden"] | None
     feed_end_norm: Float[Tensor, " hidden"] | None
+    per_layer: PerLayerInput | None
+    scalar: Float[Tensor, " 1"] | None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Weights:
 
     Attributes:
       draft_rows: None if the draft vocabulary is the whole vocabulary.
+      per_layer: None for a model without per-layer embeddings.
     """
 
     embed: Float[Tensor, "vocab hidden"]
@@ -105,6 +110,7 @@ class Weights:
     layers: tuple[Layer, ...]
     mtp: MTPLayer | None
     draft_rows: DraftVocabHead | None
+    per_layer: PerLayerTable | None
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from torch_impl.model_weights import (
     Weights,
 )
 from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.gemm.per_layer import PerLayerTable
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
@@ -211,7 +212,15 @@ def _assemble(config: ModelConfig, tensors: Tensors, token_map: Sequence[int] | 
         layers=layers_of(tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
         draft_rows=draft_rows,
+        per_layer=_per_layer(tensors),
     )
+
+
+def _per_layer(tensors: Tensors) -> PerLayerTable | None:
+    if "per_layer.embed" not in tensors:
+        return None
+    embed, projection, norm = (tensors[f"per_layer.{x}"] for x in ("embed", "projection", "norm"))
+    return PerLayerTable(embed, Matrix.plain(projection), norm)
 
 
 def _mtp(config: ModelConfig, tensors: Tensors) -> MTPLayer:

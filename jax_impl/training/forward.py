@@ -60,7 +60,7 @@ def check_trained(config: ModelConfig) -> None:
     factors = (config.embedding_factor, config.residual_factor, config.logits_factor)
     missing = {
         "latent attention": len(kept) < len(config.attentions),
-        "norms after mixers and MLPs": config.post_norm,
+        "norms after mixers and MLPs": config.ends_with_norms,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
         "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": any(biases) or (dense is not None and dense.bias),

@@ -208,7 +208,9 @@ def _model_bytes(
     groups, item = model.attention_groups, blueprint.item_bytes
     heads = max(each.config.query_size for each in groups)
     feed = max(_feed_row_bytes(each.mlp, model.hidden, item) for each in model.layers)
-    layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed)
+    # Per-layer embeddings: both embeddings of all layers, and a sum in float32.
+    parts = model.num_layers * model.per_layer_size * (2 * item + 4)
+    layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed + parts)
     capacity = blueprint.capacity
     attention = max(costs.attention(program, each.config, capacity, item) for each in groups)
     return layer + attention + _delta_bytes(program, model, item)

@@ -24,7 +24,7 @@ from shared.models.formats.weight_format import (
 )
 from shared.models.parameter import CheckpointTensor, Parameter, slice_runs
 from shared.models.parameter_arrays import from_stored, slice_tensor
-from shared.models.parameters import parameters
+from shared.models.parameters import parameters, unread_kv
 from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import DTYPE_BYTES, UNNEEDED, check_stored, without_prefix
 from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head
@@ -146,6 +146,7 @@ class Checkpoint:
                 "tie_word_embeddings to false"
             )
         unused = ("mtp.",) if config.mtp is None else config.mtp.unused(with_mtp)
+        unused = (*unused, *unread_kv(config))
         for name in sorted(self._owners.keys() - self.known(wanted)):
             left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
             of_head = config.tied and name in (LM_HEAD, *self._companions(LM_HEAD))

@@ -51,6 +51,9 @@ class ModelConfig:
       zero_centered_norms: True if norms scale by 1 + weight (all but the GDN output norm).
       post_norm: True for post-norm: norms follow mixers and MLPs, and none precede them.
       sandwich_norms: True if norms both precede and follow mixers and MLPs.
+      has_layer_scalars: True if a layer multiplies its output by a stored number.
+      per_layer_size: Width of the per-layer embeddings of a token (`shared.models.per_layer`); 0
+        without them.
       fused_projections: True if the checkpoint fuses q, k and v into one tensor, and gate and up
         into another.
       mtp: MTP layers that the config names; None without any.
@@ -77,6 +80,8 @@ class ModelConfig:
     zero_centered_norms: bool
     post_norm: bool
     sandwich_norms: bool
+    has_layer_scalars: bool
+    per_layer_size: int
     fused_projections: bool
     mtp: MtpLayers | None
     drafts_trees: bool

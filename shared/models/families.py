@@ -23,6 +23,7 @@ from shared.models.layer_fields import (
     read_factor,
     read_latent_attention,
     read_layers,
+    read_per_layer_size,
     read_softcap,
     rotary_settings,
 )
@@ -88,6 +89,8 @@ def config_from_dict(
         zero_centered_norms=family.is_hybrid or family.zero_centered,
         post_norm=family.post_norm,
         sandwich_norms=family.sandwich_norms,
+        has_layer_scalars=family.has_layer_scalars,
+        per_layer_size=read_per_layer_size(text),
         fused_projections=family.fused_projections,
         mtp=_read_mtp(text, family),
         drafts_trees=family.drafts_trees,

@@ -45,7 +45,10 @@ class Family:
       scales_embeddings: True if embeddings are multiplied by the root of the hidden size, rounded
         to the dtype of the model.
       has_query_scalar: True if `query_pre_attn_scalar` defines the scale of attention scores.
-      has_softcaps: True if fields cap attention scores and logits softly.
+      has_unit_scale: True if attention scores are not scaled, because QK norms carry the scale.
+      ends_full: True if the last layer has full attention, whatever `layer_types` contains.
+      has_value_norm: See `AttentionConfig`.
+      has_layer_scalars: See `ModelConfig`.
       zero_centered, sandwich_norms: See `ModelConfig`; hybrid families are zero-centred, too.
       activation: Kind of activation of dense MLPs.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
@@ -77,7 +80,10 @@ class Family:
     has_sinks: bool = False
     scales_embeddings: bool = False
     has_query_scalar: bool = False
-    has_softcaps: bool = False
+    has_unit_scale: bool = False
+    ends_full: bool = False
+    has_value_norm: bool = False
+    has_layer_scalars: bool = False
     zero_centered: bool = False
     sandwich_norms: bool = False
     activation: str = SILU

@@ -4,7 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 from shared.models.activation import Activation
-from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
+from shared.models.config_fields import (
+    MOST_NAMED,
+    Json,
+    count,
+    flag,
+    listed,
+    number,
+    object_of,
+    positive,
+)
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
 from shared.models.layers import LayerConfig
@@ -76,11 +85,12 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
       context_length: See `read_rotary`.
     """
     num_heads = positive(text, "num_attention_heads")
-    head_size, rope = _head_size(text, num_heads), text["rope_parameters"][FULL]
+    of_full = {**text, **_full_layer_sizes(text, family)}
+    head_size, rope = _head_size(of_full, num_heads), text["rope_parameters"][FULL]
     rotary = read_rotary(text, rope, head_size, context_length)
     return AttentionConfig(
         num_heads=num_heads,
-        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
+        num_kv_heads=positive(of_full, "num_key_value_heads", num_heads),
         head_size=head_size,
         qk_norm=family.qk_norm or (family.norms_by_flag and flag(text, "use_qk_norm")),
         norms_all_heads=family.norms_all_heads,
@@ -93,6 +103,8 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
         scale=_read_scale(text, family),
         has_kv=True,
         has_sinks=family.has_sinks,
+        value_norm=family.has_value_norm,
+        keys_as_values=flag(text, "attention_k_eq_v"),
         softcap=read_softcap(text, family, "attn_logit_softcapping"),
     )
 
@@ -143,11 +155,13 @@ def read_factor(text: Json, family: Family, field: str) -> float:
 
 def read_softcap(text: Json, family: Family, field: str) -> float | None:
     """Returns a soft cap; None without one."""
-    return number(text, field) if family.has_softcaps and text[field] is not None else None
+    return number(text, field) if field in family.of.fields and text[field] is not None else None
 
 
 def _read_scale(text: Json, family: Family) -> float | None:
     """Returns the multiplier of attention scores; None for that of the head size."""
+    if family.has_unit_scale:
+        return 1.0
     if family.has_query_scalar:
         return number(text, "query_pre_attn_scalar") ** -0.5
     return read_factor(text, family, "attention_multiplier") if family.has_factors else None
@@ -165,20 +179,99 @@ def read_layers(
     mixers: dict[str, MixerConfig] = {FULL: attention}
     if SLIDING in types:
         assert isinstance(attention, AttentionConfig)  # families with windows have no other
-        window = positive(text, "sliding_window")
-        rope = text["rope_parameters"][SLIDING]
-        mixers[SLIDING] = replace(
-            attention,
-            # A window that exceeds the context has no effect: Phi-4-mini has twice its context.
-            window=window if window < context_length else None,
-            rotary=read_rotary(text, rope, attention.head_size, context_length),
-        )
+        mixers[SLIDING] = _sliding(text, attention, context_length)
     if LINEAR in types:
         mixers[LINEAR] = _gated_delta(text, family)
     layers = [
         LayerConfig(mixer=mixers[kind], mlp=feed) for kind, feed in zip(types, feeds, strict=True)
     ]
+    layers = _with_shared_kv(text, types, layers)
     return tuple(_unturned(text, layers) if family.nope_layers else layers)
+
+
+def _sliding(text: Json, attention: AttentionConfig, context_length: int) -> AttentionConfig:
+    """Returns the attention of sliding-window layers from that of full-attention layers."""
+    window, num_heads = positive(text, "sliding_window"), attention.num_heads
+    head_size = _head_size(text, num_heads)
+    return replace(
+        attention,
+        head_size=head_size,
+        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
+        keys_as_values=False,
+        # A window that exceeds the context has no effect: Phi-4-mini has twice its context.
+        window=window if window < context_length else None,
+        rotary=read_rotary(text, text["rope_parameters"][SLIDING], head_size, context_length),
+    )
+
+
+def _full_layer_sizes(text: Json, family: Family) -> dict[str, Any]:
+    """Returns the sizes that only full-attention layers have, by the fields that they replace.
+
+    They are fields of their own, or settings of the layers in `per_layer_config`.
+    """
+    if "global_head_dim" not in text:
+        return {}
+    if stated := object_of(text, "per_layer_config"):
+        types = _layer_types(text, family)
+        return _equal_settings([str(i) for i, kind in enumerate(types) if kind == FULL], stated)
+    sizes = {"head_dim": text["global_head_dim"]}
+    if flag(text, "attention_k_eq_v") and text["num_global_key_value_heads"] is not None:
+        sizes["num_key_value_heads"] = positive(text, "num_global_key_value_heads")
+    return sizes
+
+
+def _equal_settings(full: list[str], stated: Json) -> dict[str, Any]:
+    """Returns the settings of `per_layer_config`, which all full-attention layers must share."""
+    settings = [object_of(stated, layer, "per_layer_config") for layer in stated]
+    known = {"head_dim", "num_key_value_heads"}
+    if sorted(stated) != sorted(full) or any(x != settings[0] or {*x} - known for x in settings):
+        raise ValueError(
+            "per_layer_config must give each full_attention layer, and no other, the same "
+            f"{' and '.join(sorted(known))}; use global_head_dim and num_global_key_value_heads"
+        )
+    return dict(settings[0])
+
+
+def _with_shared_kv(text: Json, types: list[str], layers: list[LayerConfig]) -> list[LayerConfig]:
+    """Returns the layers, of which the last `num_kv_shared_layers` read the KV of the last earlier
+    layer of their type.
+    """
+    first = len(layers) - count(text, "num_kv_shared_layers")
+    if first == len(layers):
+        return layers
+    if {*types[: max(first, 0)]} != {*types}:
+        raise ValueError(
+            f"num_kv_shared_layers ({len(layers) - first}) leaves no layer of "
+            f"{' or '.join(sorted({*types} - {*types[: max(first, 0)]}))} with KV of its own"
+        )
+    factor = 2 if flag(text, "use_double_wide_mlp") else 1
+    last = {kind: index for index, kind in enumerate(types[:first])}
+    return layers[:first] + [
+        _reading(layer, last[kind], factor)
+        for layer, kind in zip(layers[first:], types[first:], strict=True)
+    ]
+
+
+def _reading(layer: LayerConfig, source: int, factor: int) -> LayerConfig:
+    """Returns the layer without KV of its own, and with a wider dense MLP."""
+    assert isinstance(layer.mixer, AttentionConfig)  # families with shared KV have no other
+    mlp = layer.mlp
+    if isinstance(mlp, MLPConfig):
+        mlp = replace(mlp, intermediate=factor * mlp.intermediate)
+    mixer = replace(layer.mixer, has_kv=False)
+    return replace(layer, mixer=mixer, mlp=mlp, kv_shared_layer_index=source)
+
+
+def read_per_layer_size(text: Json) -> int:
+    """Reads the width of per-layer embeddings; 0 for a model without them.
+
+    Raises:
+      ValueError: Their table has another vocabulary than the model.
+    """
+    size, field = count(text, "hidden_size_per_layer_input"), "vocab_size_per_layer_input"
+    if size and text[field] != text["vocab_size"]:
+        raise ValueError(f"{field} must be vocab_size ({text['vocab_size']}), got {text[field]!r}")
+    return size
 
 
 def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
@@ -235,6 +328,8 @@ def _layer_types(text: Json, family: Family) -> list[str]:
         if (field := "sliding_window_pattern") in family.of.extras:
             interval = positive(text, field)
         types = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
+    if types is not None and family.ends_full:
+        types = [*types[:-1], FULL]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers
     if types is None:

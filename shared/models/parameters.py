@@ -7,15 +7,16 @@ stacked again: `experts.gate_up` is `[layers, experts, out, in]`. The stacks of 
 are defined by its config.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shared.models import per_layer
 from shared.models.config import ModelConfig
 from shared.models.groups import group
 from shared.models.layers import LayerConfig
 from shared.models.mtp import MtpLayers
 from shared.models.parameter import Parameter
-from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm
+from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm, stack
 
 DRAFT_HEAD = "draft_lm_head"
 """Name of the parameter of `draft_head`."""
@@ -28,7 +29,7 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
       ValueError: `with_mtp` is set for a model whose config names no MTP layer.
     """
     table = (config.vocab, config.hidden)
-    tensors = [single("embed", "embed_tokens.weight", table)]
+    tensors = [single("embed", "embed_tokens.weight", table), *per_layer.parameters(config)]
     tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
     tensors.append(single_norm("final_norm", "norm.weight", config.hidden, config.norm_centre))
     if not config.tied:
@@ -96,10 +97,23 @@ def decoder_parameters(
     norms, centre = NORMS_BEHIND if config.post_norm else NORMS, config.norm_centre
     norms = NORMS_AROUND if config.sandwich_norms else norms
     tensors = [norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()]
+    if config.has_layer_scalars:
+        scalars = {"layer_scalar": (1,)}
+        tensors.append(stack(f"{prefix}layer_scalar", layers, scalars, float32=True))
+    tensors += per_layer.layer_parameters(prefix, config, layers)
     for each in (*mlps, *sorted(mixers, key=lambda group: group.name)):
         of_group = [layers[i] for i in each.layers]
         tensors += each.config.parameters(f"{prefix}{each.name}.", of_group, config.stack_settings)
     return tensors
+
+
+def unread_kv(config: ModelConfig) -> Iterator[str]:
+    """Yields the name prefixes of key and value tensors in layers that read the KV of another
+    layer; released checkpoints contain them.
+    """
+    for index, layer in enumerate(config.layers):
+        if layer.kv_shared_layer_index is not None:
+            yield from (f"layers.{index}.self_attn.{x}_" for x in "kv")
 
 
 NORMS = {

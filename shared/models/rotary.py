@@ -18,7 +18,7 @@ from shared.models.config_fields import (
     word,
 )
 
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,13 @@ class RotaryConfig:
       theta: Base of the frequencies.
       width: Rotated dimensions of a head; the others are not changed.
       type: One of `ROTARY_TYPES`; "none" for NoPE layers.
-      factor: Scaling factor of positions (linear, llama3, yarn).
+      factor: Scaling factor of positions (linear, llama3, yarn, proportional).
       low_freq_factor, high_freq_factor: Bounds of the llama3 ramp.
       original_context: Context length before extension (llama3, yarn).
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
       truncates: True if the ends of the yarn ramp are rounded to whole pairs.
+      rotated_pairs: Pairs that are rotated, from the first one on; the others have frequency 0
+        (proportional).
       extensions: Scaling factor of each pair (longrope).
       attention_factor: Multiplier of cos and sin; 1 except for yarn and longrope.
       interleaved: True if dimensions 2 i and 2 i + 1 form a pair; else i and i + width / 2.
@@ -51,6 +53,7 @@ class RotaryConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncates: bool = True
+    rotated_pairs: int = 0
     extensions: tuple[float, ...] = ()
     attention_factor: float = 1.0
     interleaved: bool = False
@@ -196,6 +199,10 @@ def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> 
         )
     share = number(rope, "partial_rotary_factor", most=1)
     theta = number(rope, "rope_theta", above=1)
+    if kind == "proportional":
+        pairs, factor = int(share * head_size // 2), number(rope, "factor", 1.0)
+        how = {"type": kind, "factor": factor, "rotated_pairs": pairs}
+        return RotaryConfig(theta=theta, width=head_size, **how)
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
     if plain["width"] % 2:
         raise ValueError(

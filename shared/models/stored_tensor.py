@@ -9,7 +9,10 @@ from shared.models.weight_files import CheckpointError
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Prefixes of tensor names in released checkpoints; the first that matches is removed."""
 
-UNNEEDED = (TENSORS, "vision_tower.", "multi_modal_projector.", "rotary_emb.")
+UNNEEDED = (
+    *(TENSORS, "vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision."),
+    *("embed_audio.", "vision_embedder.", "rotary_emb."),
+)
 """Substrings of tensor names that a text model does not need."""
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

@@ -49,9 +49,11 @@ def refuse_unsupported(config: Json, text: Json, family: Family) -> None:
     if text[field] not in known:
         raise ValueError(f"{field} must be {known[0]}, got {text[field]!r}")
     field = "use_bidirectional_attention"
-    if field in family.of.fields and flag(text, field):
+    # "vision" concerns the tokens of images only.
+    if field in family.of.fields and text[field] not in (None, False, "vision"):
         raise ValueError(
-            "use_bidirectional_attention: true is not supported; use a checkpoint for generation"
+            f"use_bidirectional_attention: {text[field]!r} is not supported; use a checkpoint for "
+            "generation"
         )
     if text.get("output_gate_type", "silu") not in ("silu", "swish"):
         raise ValueError(f"output_gate_type must be silu, got {text['output_gate_type']!r}")

@@ -148,6 +148,25 @@ def full_width_qk_norm(
     return np.concatenate([q, k, v], axis=1)
 
 
+def norm_values(
+    qkv: Float[np.ndarray, "R outputs"], heads: Heads, eps: float, are_keys: bool
+) -> Float[np.ndarray, "R with_values"]:
+    """Applies the RMS norm of values to each value head; it has no learned scale.
+
+    Args:
+      qkv: The projection.
+      heads: Layout of the projection.
+      eps: Epsilon of the norm.
+      are_keys: True if the values are the projected keys, and the projection has no values (K = V).
+
+    Source: Gemma 4.
+    """
+    stored = qkv.shape[1] - heads.key_columns
+    values = layers.rms_norm(qkv[:, stored:].reshape(len(qkv), -1, heads.head_size), None, eps)
+    others = qkv if are_keys else qkv[:, :stored]
+    return np.concatenate([others, values.reshape(len(qkv), -1)], axis=1)
+
+
 def scale_queries(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, growth: Float[np.ndarray, " R"]
 ) -> Float[np.ndarray, "R outputs"]:

@@ -14,7 +14,7 @@ KV = Float[np.ndarray, "L planes P page H D"]
 """Page pools of some layers: one plane for each cache array, such as keys and values. Page 0 is
 reserved for padding."""
 
-Pools = tuple[KV, ...]
+Pools = tuple[Float[np.ndarray, "_ planes _ page _ _"], ...]
 """Page pools of a model, in the order of `ModelConfig.kv_pools`."""
 
 

@@ -158,6 +158,9 @@ def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
             return np.zeros_like(plain)
         case "linear":
             return slow
+        case "proportional":
+            is_rotated = np.arange(len(plain)) < rotary.rotated_pairs
+            return np.where(is_rotated, slow, np.float32(0))
         case "llama3":
             return _llama3(rotary, plain, slow)
         case "yarn":

@@ -16,9 +16,16 @@ from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.stacks import BIAS
-from shared.spec import attention, draft_tree, layers, linear
+from shared.spec import attention, draft_tree, layers, linear, per_layer
 from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
-from shared.spec.attention_layer import Angles, HeadNorms, Heads, full_width_qk_norm, scale_queries
+from shared.spec.attention_layer import (
+    Angles,
+    HeadNorms,
+    Heads,
+    full_width_qk_norm,
+    norm_values,
+    scale_queries,
+)
 from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import Experts, added_experts
@@ -26,6 +33,7 @@ from shared.spec.latent_attention import LatentWeights, latent_attention
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
+from shared.spec.per_layer import PerLayerInput, PerLayerTable
 from shared.spec.recurrent_mixer import RecurrentMixer, RecurrentPrefill, RecurrentVerify
 from shared.spec.recurrent_state import RecurrentState, ReplayInputs
 
@@ -142,7 +150,10 @@ def forward(
     norms.append(None)  # no product reads the output of the last layer
     embedded = layers.embed_tokens(weights["embed"], tokens, shown, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
-    streams, pools = [stream.rows], list(kv)
+    streams, pools, parts = [stream.rows], list(kv), None
+    if config.per_layer_size:
+        table = per_layer_table(config, weights)
+        parts = per_layer.per_layer_parts(tokens, embedded, table, config.rms_eps)
     for layer, (each, place) in enumerate(zip(config.layers, config.places, strict=True)):
         name, index = f"{place.mixer}.", place.mixer_index
         projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
@@ -158,6 +169,8 @@ def forward(
         stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
         stack = f"{place.mlp}.", place.mlp_index
         stream = mlp_layer(config, each.mlp, weights, "", layer, stack, stream, norms[layer + 1])
+        part = None if parts is None else parts[:, layer]
+        stream = layer_end(config, weights, layer, part, stream, norms[layer + 1])
         streams.append(stream.rows)
     hidden = norm(config, stream.rows, weights["final_norm"])
     return Forward(hidden, np.stack(streams), tuple(pools))
@@ -225,6 +238,9 @@ def attention_mixer(
     if isinstance(attention, LatentAttentionConfig):
         return latent_mixer(config, attention, weights, stack, inputs, rows, kv, layer)
     norms, (prefix, index) = head_norms(config, weights, *stack), stack
+    if attention.value_norm and attention.has_kv:
+        heads = Heads.of(attention)
+        inputs = norm_values(inputs, heads, config.rms_eps, attention.keys_as_values)
     sinks = weights[f"{prefix}sinks"][index] if attention.has_sinks else None
     return token_mixer(attention, norms, inputs, rows, kv, layer, sinks)
 
@@ -337,6 +353,39 @@ def mlp_layer(
     gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
     x = linear.act_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
+
+
+def per_layer_table(config: ModelConfig, weights: Weights) -> PerLayerTable:
+    """Returns the weights that compute the per-layer embeddings."""
+    projection = Matrix.plain(weights["per_layer.projection"])
+    scales = scale(config, weights["per_layer.norm"])
+    return PerLayerTable(weights["per_layer.embed"], projection, scales)
+
+
+def layer_end(
+    config: ModelConfig,
+    weights: Weights,
+    layer: int,
+    part: Float[np.ndarray, "R size"] | None,
+    stream: NormedStream,
+    norm: Float[np.ndarray, " hidden"] | None,
+) -> NormedStream:
+    """Adds the per-layer embedding and multiplies by the layer scalar, if the model has them.
+
+    Args:
+      config, weights, layer: The model, and the index of the layer.
+      part: The layer's part of the per-layer embeddings; None without them.
+      stream: Residual stream after the MLP.
+      norm: Scale of the next norm of the stream.
+    """
+    if part is not None:
+        gate, out = (matrix(weights, f"per_layer.{x}", layer) for x in ("gate", "out"))
+        end_norm = scale(config, weights["per_layer.end_norm"][layer])
+        given = PerLayerInput(gate, out, end_norm)
+        stream = per_layer.added_part(stream, part, given, config.rms_eps)
+    if config.has_layer_scalars:
+        stream = per_layer.times_rows(stream, weights["layer_scalar"][layer])
+    return replace(stream, norm=norm)
 
 
 def norm_between(

@@ -56,11 +56,24 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+GLOBAL_HEADS: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+GEMMA4: dict[str, Any] = {
+    **GLOBAL_HEADS,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": {**GLOBAL_HEADS, "sliding_window": 8},
     "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
     "glm4_moe_lite": LATENT,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 8},
@@ -134,6 +147,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": _TWO_BASES,
+        },
+    ),
+    "gemma4, shared KV, wide MLPs": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [*GLOBAL_HEADS["layer_types"], "full_attention"],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma4, K = V": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
         },
     ),
     "gpt_oss, rounded yarn, no windows": (
@@ -229,4 +262,6 @@ def _draw(model: Any) -> None:
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.2 * torch.randn(bias.shape, generator=drawn))
+            if name.endswith("layer_scalar"):
+                bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=drawn))
     model.tie_weights()

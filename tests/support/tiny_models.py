@@ -24,8 +24,8 @@ from shared.models.stacks import BIAS
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = (
-    *("gemma2", "gemma3", "granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3"),
-    *("qwen2", "smollm3"),
+    *("gemma2", "gemma3", "gemma4", "granite", "llama_bias", "ministral3", "mistral", "olmo3"),
+    *("phi3", "qwen2", "smollm3"),
 )
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
@@ -130,6 +130,25 @@ _SWITCHED: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_hidden_layers": 5,
+        "layer_types": [
+            *("sliding_attention", "full_attention"),
+            *("sliding_attention", "sliding_attention", "full_attention"),
+        ],
+        "sliding_window": 12,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 288,
+        "final_logit_softcapping": 6.0,
+    },
     "llama_bias": {"attention_bias": True, "mlp_bias": True},
     "mistral": {
         "architectures": ["MistralForCausalLM"],
@@ -185,7 +204,8 @@ _SWITCHED: dict[str, dict[str, Any]] = {
     },
 }
 _CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
-del _CONFIGS["ministral3"]["rope_theta"]  # it is among its `rope_parameters`
+for name in ("gemma4", "ministral3"):
+    del _CONFIGS[name]["rope_theta"]  # it is among their `rope_parameters`
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _CONFIGS["qwen3_moe"] = {
     **_CONFIGS["qwen3"],
@@ -383,6 +403,8 @@ def _random(
         # With one sign for all channels a tied model would repeat its newest token for ever.
         signs = rng.choice([-1.0, 1.0], shape)
         drawn = HEAD_SCALE * 0.5 * signs - float(config.zero_centered_norms)
+    elif name == "layer_scalar":
+        drawn = 1 + 0.2 * noise
     elif name.endswith("a_log"):
         drawn = np.log(rng.uniform(0.05, 3.5, shape))
     elif name.endswith("dt_bias"):

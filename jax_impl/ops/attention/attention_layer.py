@@ -243,6 +243,18 @@ def full_width_qk_norm(
     return jnp.concatenate([*own, v], axis=1)
 
 
+def norm_values(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, eps: float, are_keys: bool
+) -> Float[jax.Array, "R with_values"]:
+    """Applies the RMS norm of values to each value head; with `are_keys` the values are the
+    projected keys, and the projection has no values.
+    """
+    stored = qkv.shape[1] - heads.key_columns
+    values = layers.rms_norm(qkv[:, stored:].reshape(len(qkv), -1, heads.head_size), None, eps)
+    others = qkv if are_keys else qkv[:, :stored]
+    return jnp.concatenate([others, values.reshape(len(qkv), -1)], axis=1)
+
+
 def scale_queries(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, query_scale: Float[jax.Array, " R"]
 ) -> Float[jax.Array, "R outputs"]:

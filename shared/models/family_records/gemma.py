@@ -14,7 +14,6 @@ GEMMA2 = Family(
     full_attention_interval=2,
     scales_embeddings=True,
     has_query_scalar=True,
-    has_softcaps=True,
     zero_centered=True,
     sandwich_norms=True,
     activation=GELU_TANH,
@@ -26,18 +25,41 @@ GEMMA3 = replace(
     qk_norm=True,
     full_attention_interval=6,
 )
+GEMMA4 = replace(
+    GEMMA3,
+    name="gemma4",
+    of=config_classes.GEMMA4,
+    has_query_scalar=False,
+    zero_centered=False,
+    has_unit_scale=True,
+    ends_full=True,
+    has_value_norm=True,
+    has_layer_scalars=True,
+)
+GEMMA4_UNIFIED = replace(GEMMA4, name="gemma4_unified", of=config_classes.GEMMA4_UNIFIED)
 
 FAMILIES = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
 }
 
 ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
 }
 
 VLM_ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": (config_classes.GEMMA3_OUTER, "gemma3_text"),
+    "Gemma4ForConditionalGeneration": (config_classes.GEMMA4_OUTER, "gemma4_text"),
+    "Gemma4UnifiedForConditionalGeneration": (
+        config_classes.GEMMA4_UNIFIED_OUTER,
+        "gemma4_unified_text",
+    ),
 }

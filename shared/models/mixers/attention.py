@@ -33,6 +33,8 @@ class AttentionConfig:
         see `LayerConfig`.
       has_sinks: True if each query head has an attention sink: a learned logit, without a value,
         in the softmax of each row.
+      value_norm: True if each value head is RMS-normalised, without a learned scale.
+      keys_as_values: True if the values are the keys before their norm and rotation (K = V).
       softcap: Soft cap of attention scores: capped * tanh(score / capped); None for none.
     """
 
@@ -52,11 +54,15 @@ class AttentionConfig:
     scale: float | None
     has_kv: bool
     has_sinks: bool
+    value_norm: bool
+    keys_as_values: bool
     softcap: float | None
 
     def __post_init__(self) -> None:
         names = "num_attention_heads", "num_key_value_heads"
         check_groups(names, self.num_heads, self.num_kv_heads)
+        if self.keys_as_values and not self.value_norm:
+            raise ValueError("keys_as_values requires value_norm, which separates both")
 
     @property
     def query_size(self) -> int:
@@ -127,7 +133,7 @@ class AttentionConfig:
         inputs, hidden, keys = settings.inputs, settings.hidden, self.key_size
         qkv = {
             "self_attn.q_proj.weight": (self.query_size * (2 if self.has_gate else 1), inputs),
-            **{f"self_attn.{x}_proj.weight": (keys, inputs) for x in ("kv" if self.has_kv else "")},
+            **{f"self_attn.{x}_proj.weight": (keys, inputs) for x in self._projected},
         }
         if settings.fused_projections:
             qkv = {"self_attn.qkv_proj.weight": (sum(rows for rows, _ in qkv.values()), inputs)}
@@ -161,8 +167,13 @@ class AttentionConfig:
         ]
 
     @property
+    def _projected(self) -> str:
+        """Letters of the projections beside the queries'."""
+        return ("k" if self.keys_as_values else "kv") if self.has_kv else ""
+
+    @property
     def _qkv_sections(self) -> tuple[ShardedRange, ...]:
         query = self.head_size * (2 if self.has_gate else 1)
         queries = ShardedRange(query * self.num_heads, query)
         keys = ShardedRange(self.key_size, self.head_size, repeats=True)
-        return (queries, keys, keys) if self.has_kv else (queries,)
+        return (queries, *[keys] * len(self._projected))

@@ -233,6 +233,18 @@ def full_width_qk_norm(
     return torch.cat([*own, v], dim=1)
 
 
+def norm_values(
+    qkv: Float[Tensor, "R outputs"], heads: Heads, eps: float, are_keys: bool
+) -> Float[Tensor, "R with_values"]:
+    """Applies the RMS norm of values to each value head; with `are_keys` the values are the
+    projected keys, and the projection has no values.
+    """
+    stored = qkv.shape[1] - heads.key_columns
+    values = layers.rms_norm(qkv[:, stored:].unflatten(1, (-1, heads.head_size)), None, eps)
+    others = qkv if are_keys else qkv[:, :stored]
+    return torch.cat([others, values.flatten(1)], dim=1)
+
+
 def scale_queries(
     qkv: Float[Tensor, "R outputs"], heads: Heads, query_scale: Float[Tensor, " R"]
 ) -> Float[Tensor, "R outputs"]:
