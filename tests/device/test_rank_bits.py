@@ -98,7 +98,7 @@ FEW = [asked(37, replace(GREEDY, max_tokens=10)), asked(20, replace(TIGHT, max_t
 DENSE_FAMILIES = ("llama", *DENSE)
 LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
 """Families that differ in undivided parts only: sliding windows and RoPE."""
-EXPERTS = ("glm4_moe", "qwen3_moe", *LATENT, DIVIDED["qwen3_5_moe"])
+EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_moe", *LATENT, DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
 ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
 """Drafters of other tests:
@@ -157,7 +157,7 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
 @pytest.mark.parametrize(
     ("framework", "family"),
     [
-        *every(EXPERTS, EXPERTS[:4], EXPERTS[3:]),
+        *every(EXPERTS, EXPERTS[:4], EXPERTS[4:]),
         *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in WITHIN_OTHERS),
     ],
 )
@@ -214,6 +214,9 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("deepseek_v3", "NEXTN"),
         ("glm4_moe_lite", "EAGLE3"),
         ("qwen3_moe", "EAGLE3"),
+        ("gpt_oss", "EAGLE3"),
+        ("gemma2", "EAGLE"),
+        ("gemma3", "EAGLE3"),
     ],
 )
 def test_tp_jax_devices_decode_bitwise_equal(family, drafter):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from shared.models.formats.mxfp4 import MXFP4W4A16, NUMBERS, MXFP4Encoding, dequ
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import plane_bytes
 from shared.models.parameters import parameters
-from shared.process import start
 from tests.support.files import read_stored, write_stored
 from tests.support.mxfp4_files import FILE, write_mxfp4
-from tests.support.texts import texts
+from tests.support.texts import packed_weights, texts
 from tests.support.tiny_models import tiny_config
 from tests.support.weight_formats import ON_GPU
 from torch_impl.formats import registry as torch_formats
@@ -132,17 +130,11 @@ def test_unsupported_mxfp4_config_names_field(field, value) -> None:
         pytest.param("jax", ("--speculative-algorithm", "NGRAM"), marks=pytest.mark.matrix),
     ],
 )
-def test_mxfp4_text_equals_dequantized_model(backend, flags, tmp_path, monkeypatch) -> None:
+def test_mxfp4_text_equals_dequantized_model(backend, flags, tmp_path) -> None:
     write_mxfp4(tmp_path / "mxfp4", gpt_oss(), tmp_path / "wide")
-    choose, found = start.choose_formats, []
-
-    def as_on_gpu(wanted: Any, stored: Any, context: Any) -> Any:
-        found.append(choose(wanted, stored, replace(context, on_gpu=True)))
-        return found[-1]
-
-    monkeypatch.setattr(start, "choose_formats", as_on_gpu)
     line = ["--max-running-requests", "2", "--context-length", "64", "--dtype", "bfloat16"]
     line += ["--chunked-prefill-size", "64", *flags, "--model-path"]
-    got, want = (texts(backend, [*line, str(tmp_path / name)]) for name in ("mxfp4", "wide"))
+    with packed_weights() as found:
+        got, want = (texts(backend, [*line, str(tmp_path / name)]) for name in ("mxfp4", "wide"))
     assert got == want
     assert [bool(each) for each in found] == [True, False]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.models.checkpoint import open_checkpoint
+from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.formats.int4_w4a16 import Int4W4A16
 from shared.models.formats.registry import choose_formats
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.process import start
 from shared.process.model_check import check_model
 from tests.support.int4_files import LAYOUTS, write_int4
-from tests.support.texts import texts
+from tests.support.texts import outcomes, packed_weights, texts, texts_on_devices
+from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_config
 from tests.support.weight_formats import ON_GPU
 
@@ -33,19 +32,6 @@ def model_of(family: str, with_mtp: bool = False) -> dict[str, Any]:
 def line_of(folder: Path, more: Sequence[str]) -> list[str]:
     line = ["--model-path", str(folder), "--max-running-requests", "2", "--context-length", "64"]
     return [*line, "--chunked-prefill-size", "64", "--dtype", "bfloat16", *more]
-
-
-@pytest.fixture
-def stays_packed(monkeypatch) -> list[Any]:
-    """Weights stay INT4 as on a GPU; ops without kernels dequantise them in each call."""
-    choose, found = start.choose_formats, []
-
-    def as_on_gpu(parameters: Any, stored: Any, context: Any) -> Any:
-        found.append(choose(parameters, stored, replace(context, on_gpu=True)))
-        return found[-1]
-
-    monkeypatch.setattr(start, "choose_formats", as_on_gpu)
-    return found
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM")
@@ -68,15 +54,62 @@ MORE = [
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.matrix) for case in MORE)], ids=str
 )
-def test_int4_text_equals_dequantized_model(case, stays_packed, tmp_path) -> None:
+def test_int4_text_equals_dequantized_model(case, tmp_path) -> None:
     backend, layout, family, flags = case
     stated = model_of(family, with_mtp="NEXTN" in flags)
     write_int4(tmp_path / "int4", stated, LAYOUTS[layout], tmp_path / "wide")
-    got = texts(backend, line_of(tmp_path / "int4", flags))
-    assert bool(stays_packed[-1]) != LAYOUTS[layout].is_permuted
+    with packed_weights() as found:
+        got = texts(backend, line_of(tmp_path / "int4", flags))
+    assert bool(found[-1]) != LAYOUTS[layout].is_permuted
     want = texts(backend, line_of(tmp_path / "wide", flags))
     assert got == want
     assert len({token for text in want for token in text}) > 4
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        pytest.param(backend, kind, marks=() if kind == usual else pytest.mark.matrix)
+        for backend, usual in (("torch", "EAGLE3"), ("jax", None))
+        for kind in ("EAGLE3", "STANDALONE")
+    ],
+)
+def test_int4_drafted_text_equals_plain(kind, backend, tmp_path) -> None:
+    """The draft model is the target itself, dequantised at load."""
+    folders = {"STANDALONE": tmp_path / "int4", "EAGLE3": tmp_path / "head"}
+    config = write_int4(tmp_path / "int4", model_of("qwen3"), LAYOUTS["AWQ"], tmp_path / "wide")
+    weights = load_all(tmp_path / "wide", config, False)
+    write_tiny_head(folders["EAGLE3"], config, weights, "EAGLE3", 4)
+    drafting = ("--speculative-algorithm", kind, "--speculative-draft-model-path")
+    with packed_weights() as found:
+        got = outcomes(backend, line_of(tmp_path / "int4", [*drafting, str(folders[kind])]))
+    assert found[-1]
+    assert [each.tokens for each in got] == texts(backend, line_of(tmp_path / "wide", ()))
+    assert max(count for each in got for count in each.accepted) > 0
+
+
+RANKS = [("compressed-tensors", "qwen3", NGRAM), ("AWQ", "qwen3_moe", ())]
+
+
+@pytest.mark.parametrize(
+    "case", [RANKS[0], *(pytest.param(each, marks=pytest.mark.matrix) for each in RANKS[1:])]
+)
+def test_int4_text_of_two_ranks_equals_one(case, tmp_path) -> None:
+    layout, family, flags = case
+    write_int4(tmp_path / "int4", model_of(family), LAYOUTS[layout], tmp_path / "wide")
+    with packed_weights() as found:
+        got = texts("torch", line_of(tmp_path / "int4", [*flags, "--tp-size", "2"]))
+    assert found[-1]
+    assert got == texts("torch", line_of(tmp_path / "wide", flags))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", RANKS)
+def test_jax_int4_text_of_two_ranks_equals_one(case, tmp_path) -> None:
+    layout, family, flags = case
+    write_int4(tmp_path / "int4", model_of(family), LAYOUTS[layout], tmp_path / "wide")
+    got = texts_on_devices(2, line_of(tmp_path / "int4", flags))
+    assert got == texts("jax", line_of(tmp_path / "wide", flags))
 
 
 @pytest.mark.parametrize("name", ["int4", "awq", "gptq_marlin"])
