@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.support.http_fixtures import (
     CHAT,
@@ -34,6 +35,7 @@ from tests.support.http_fixtures import (
     serving,
 )
 from tests.support.images import REFUSED, rgb, stored, url_of
+from tests.support.tiny_models import write_tiny
 
 TEMPLATE = """
 {%- for m in messages %}{{ '<|' + m.role + '|>' }}
@@ -46,6 +48,7 @@ TEMPLATE = """
 {%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 SIDE = IMAGES.multiple
+GEMMA_VISION = ("vision_tower.vision_model.head", "multi_modal_projector.mm_soft_emb_norm")
 USER, ASSISTANT, NAME = 257, 258, SPECIAL[-1]
 
 
@@ -316,3 +319,28 @@ def test_template_without_image_placeholders_returns_400(tmp_path):
         error = refused(server, [text("a"), image(1, 1, 1)])
     assert error["param"] == "messages"
     assert "without image placeholders" in error["message"]
+
+
+def test_gemma3_with_vision_encoder_serves_text_alone(tmp_path):
+    write_tiny(tmp_path, "gemma3", 0)
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    outer |= {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 256}
+    outer |= {"tie_word_embeddings": False, "text_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    file = tmp_path / "model.safetensors"
+    vision = {f"{name}.weight": np.zeros(2, np.float32) for name in GEMMA_VISION}
+    text_model = {
+        f"language_model.{name.removeprefix('language_model.')}": tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(text_model | vision, file)
+    save_tokenizer(tmp_path)
+    command = ["-m", "tests.support.serve_reference", "--model-path", str(tmp_path), "--port", "0"]
+    with serving(command) as gemma:
+        error = refused(gemma, [text("a"), image(1, 1, 1)])
+        assert error["message"] == (
+            "messages[0].content[1].image_url is an image, and the served model does not support "
+            "image input; send text only"
+        )
+        assert asked(gemma, [user(text("a"))], max_tokens=2)["usage"]["completion_tokens"] == 2
