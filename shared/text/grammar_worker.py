@@ -51,8 +51,10 @@ def _leads(tags: ReasoningFormat) -> dict[str, str]:
 
 _CHANNEL_STEP = (
     'step: "<|channel|>" ("analysis" | "commentary") "<|message|>" body "<|start|>" "assistant"\n'
-    f'body[suffix="<|end|>"]: {_TEXT}'
+    f'body[suffix="<|end|>"]: {_TEXT} & ~/(.|\\n)*<\\|(start|channel|call|return)\\|>(.|\\n)*/'
 )
+"""Message before the last one. Its text has no tag at which the parser ends a message."""
+
 _CHANNELS = f"lead: step*\n{_CHANNEL_STEP}"
 _OPEN_CHANNEL = f'lead: body "<|start|>" "assistant" step*\n{_CHANNEL_STEP}'
 

@@ -148,6 +148,9 @@ def test_schema_constrains_final_channel() -> None:
             assert follows(compiled, f'{lead}{FINAL}"yes"')
             assert not follows(compiled, f'{lead}{FINAL}"no"')
             assert not follows(compiled, f'{lead}"yes"')
+        for tag in ("<|start|>", "<|channel|>", "<|call|>", "<|return|>"):
+            thought = THOUGHT.replace("hm", f"hm {tag} hm")
+            assert not follows(compiled, f'{thought}{FINAL}"yes"'), tag
         assert follows(compiled, THOUGHT + CALL) == (compiled is not alone)
 
 
