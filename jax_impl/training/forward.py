@@ -18,6 +18,7 @@ from jax_impl.training import experts, gated_delta, layers
 from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
+from shared.models.activation import SILU_AND_MUL
 from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig
 from shared.models.mlp import MoEConfig
@@ -63,6 +64,9 @@ def check_trained(config: ModelConfig) -> None:
         "norms after mixers and MLPs": config.ends_with_norms,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
         "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
+        "activations other than SwiGLU": any(
+            each.config.activation != SILU_AND_MUL for each in config.mlp_groups
+        ),
         "biases": any(biases) or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
         "layers of different sizes": len(config.groups)

@@ -17,12 +17,12 @@ from shared.models.stacks import BIAS, StackSettings, bias, stack
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Gated MLP: gate and up with `intermediate` columns, then a projection to the hidden size.
+    """MLP: gate and up with `intermediate` columns, then a projection to the hidden size.
 
     Attributes:
       intermediate: Width of gate and up.
-      bias: True if all three projections have a bias.
-      activation: Activation of gate, times up.
+      bias: True if all projections have a bias.
+      activation: Activation of gate, times up; or of up alone, in an MLP without a gate.
     """
 
     kind: ClassVar[str] = "mlp"
@@ -57,11 +57,14 @@ class MLPConfig:
         """
         wide = (self.intermediate, settings.hidden)
         gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
-        if settings.fused_projections:
+        if not self.activation.is_gated:
+            del gate_up["mlp.gate_proj.weight"]
+        elif settings.fused_projections:
             gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
         down = {"mlp.down_proj.weight": wide[::-1]}
         columns = (ShardedRange(settings.hidden),)
-        both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, columns)
+        sections = _gate_up(wide[0], self.activation)
+        both = ("gate_up", gate_up, sections), ("down", down, columns)
         tensors = [stack(f"{prefix}{x}", layers, t, sections=cut) for x, t, cut in both]
         if self.bias:
             tensors += [bias(f"{prefix}{x}", layers, t, cut) for x, t, cut in both]
@@ -99,7 +102,7 @@ USUAL_TENSORS = ExpertTensors()
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Mixture of experts (MoE): a router selects top-k gated MLPs for each token.
+    """Mixture of experts (MoE): a router selects top-k MLPs for each token.
 
     Attributes:
       num_experts: Routed experts.
@@ -216,7 +219,7 @@ class MoEConfig:
             tensors += [self._expert_biases(prefix, x, layers, hidden) for x in ("gate_up", "down")]
         shared = "mlp.shared_expert." if self.shared_is_gated else "mlp.shared_experts."
         wide = (self.shared_intermediate, hidden)
-        gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")}
+        gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")[-self._projections :]}
         down = {f"{shared}down_proj.weight": wide[::-1]}
         joined = self.shares_stacks
         tensors += [
@@ -224,7 +227,7 @@ class MoEConfig:
             self._experts(f"{prefix}down", layers, hidden, down if joined else {}),
         ]
         if self.shared_intermediate and not joined:
-            cut = _gate_up(wide[0])
+            cut = _gate_up(wide[0], self.activation)
             tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up, sections=cut))
             cut = (ShardedRange(hidden),)
             tensors.append(stack(f"{prefix}shared_down", layers, down, sections=cut))
@@ -246,10 +249,11 @@ class MoEConfig:
           shared: Tensors of the shared expert that is stored after the others.
         """
         matrix, stored = name.rsplit(".", 1)[-1], self.tensors
-        wide = (self.intermediate, hidden)
-        each = (2 * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
+        wide, first = (self.intermediate, hidden), self._projections
+        each = (first * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
         single_shape = wide if matrix == "gate_up" else wide[::-1]
-        singles = (stored.gate, stored.up) if matrix == "gate_up" else (stored.down,)
+        singles = [stored.gate, stored.up][-first:] if matrix == "gate_up" else [stored.down]
+        together = f"{matrix}_proj" if len(singles) > 1 else singles[0]
         pieces = []
         for layer in layers:
             parts = tuple(
@@ -258,7 +262,7 @@ class MoEConfig:
                 for part in singles
             )
             whole = CheckpointTensor(
-                f"{layer}.{stored.experts}.{matrix}_proj",
+                f"{layer}.{stored.experts}.{together}",
                 (self.num_experts, *each),
                 parts,
                 is_transposed=stored.is_transposed,
@@ -276,7 +280,7 @@ class MoEConfig:
         self, prefix: str, matrix: str, layers: Sequence[str], hidden: int
     ) -> Parameter:
         """Returns the biases of one matrix of all experts."""
-        outputs = 2 * self.intermediate if matrix == "gate_up" else hidden
+        outputs = self._projections * self.intermediate if matrix == "gate_up" else hidden
         pieces = [
             CheckpointTensor(
                 f"{layer}.{self.tensors.experts}.{matrix}_proj_bias",
@@ -296,12 +300,18 @@ class MoEConfig:
 
     def _sections(self, matrix: str, hidden: int) -> tuple[ShardedRange, ...]:
         """Returns the TP sections of the outputs of an expert's matrix."""
-        return _gate_up(self.intermediate) if matrix == "gate_up" else (ShardedRange(hidden),)
+        if matrix == "gate_up":
+            return _gate_up(self.intermediate, self.activation)
+        return (ShardedRange(hidden),)
+
+    @property
+    def _projections(self) -> int:
+        return self.activation.num_projections
 
 
-def _gate_up(intermediate: int) -> tuple[ShardedRange, ...]:
-    """Returns the TP sections of the gate and up projections."""
-    return ShardedRange(intermediate), ShardedRange(intermediate)
+def _gate_up(intermediate: int, activation: Activation) -> tuple[ShardedRange, ...]:
+    """Returns the TP sections of the gate and up projections, or of up alone."""
+    return (ShardedRange(intermediate),) * activation.num_projections
 
 
 FeedForwardConfig = MLPConfig | MoEConfig

@@ -23,8 +23,8 @@ class Experts:
 
     Attributes:
       router: One row per expert, and one more for the gate of the shared expert.
-      gate_up: Gate rows and then up rows of each expert; a shared expert of the same width is last.
-        Router and experts may have biases.
+      gate_up: Gate rows, if any, and then up rows of each expert; a shared expert of the same width
+        is last. Router and experts may have biases.
       down: Down projection of each expert, in the same order.
       score_bias: Bias added to scores for the selection only; None if the model has none.
       shared_gate_up, shared_down: Weights of a shared expert of another width; else None.
@@ -152,9 +152,8 @@ def _shared(
 def _mlp(
     x: Float[np.ndarray, "some hidden"], gate_up: Matrix, down: Matrix, activation: Activation
 ) -> Float32[np.ndarray, "some hidden"]:
-    """Computes a gated MLP; inner values are rounded to the dtype of the rows, outputs are not."""
-    gate, up = np.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    inner = layers.act_and_mul(gate, up, activation).astype(x.dtype)
+    """Computes an MLP; inner values are rounded to the dtype of the rows, outputs are not."""
+    inner = layers.activated(linear.product_float32(x, gate_up), activation).astype(x.dtype)
     return linear.product_float32(inner, down)
 
 

@@ -58,6 +58,18 @@ def act_and_mul(
     return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + 1)
 
 
+def activated(x: Float[np.ndarray, "... columns"], activation: Activation) -> np.ndarray:
+    """Applies the activation of an MLP to its first product: gate columns and then up columns, or
+    up columns alone.
+
+    Source: squared ReLU: Primer, So et al. 2021, arXiv:2109.08668.
+    """
+    if not activation.is_gated:
+        return np.square(np.maximum(x, np.float32(0)))
+    gate, up = np.split(x, 2, axis=-1)
+    return act_and_mul(gate, up, activation)
+
+
 @dataclass(frozen=True)
 class ImageEmbeds:
     """Image embeddings that replace token embeddings.

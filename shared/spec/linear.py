@@ -203,11 +203,11 @@ def act_and_mul_linear(
     weight: Matrix,
     activation: Activation = SILU_AND_MUL,
 ) -> Float[np.ndarray, "R intermediate"]:
-    """Computes the activation of the normed rows, usually silu(gate) * up; the weight contains the
-    gate rows, then the up rows.
+    """Computes the activation of the normed rows, usually silu(gate) * up.
+
+    The weight contains the gate rows, then the up rows; of an MLP without gate the up rows alone.
     """
-    gate, up = np.split(rmsnorm_linear(stream, eps, weight), 2, axis=-1)
-    return layers.act_and_mul(gate, up, activation)
+    return layers.activated(rmsnorm_linear(stream, eps, weight), activation)
 
 
 def _times(x: Float[np.ndarray, "R outputs"], factor: float) -> Float[np.ndarray, "R outputs"]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kernels.tiles import MEASURED, Tiles
-from shared.models.activation import GELU_TANH, SWIGLU_OAI, Activation
+from shared.models.activation import GELU_TANH, RELU2, SWIGLU_OAI, Activation
 from tests.support.experts_kernels import (
     HALF,
     Case,
@@ -48,6 +48,8 @@ SMALL = {
         5, 64, 32, routing(6, 2), activation=Activation(SWIGLU_OAI, 1.702, 0.5), has_biases=True
     ),
     "GELU": Case(3, 64, 32, routing(6, 2), activation=Activation(GELU_TANH)),
+    "no gate": Case(5, 64, 40, routing(6, 2), activation=Activation(RELU2), has_biases=True),
+    "no gate, FP8": Case(2, 128, 128, routing(4, 2), activation=Activation(RELU2), quantized="FP8"),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {

@@ -20,7 +20,7 @@ from shared.models.activation import Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import PLAIN, WeightFormat
-from shared.spec.layers import act_and_mul
+from shared.spec.layers import activated
 from shared.spec.linear import widened
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.cases.gemm.linear import QUANTIZED
@@ -126,7 +126,8 @@ def block_of(case: Case) -> Block:
     rows = _rounded(_normal(rng, R, hidden))
     scaled = _rounded(rows * (1 + _normal(rng, hidden) / 10))
     router = _rounded(_normal(rng, choice.outputs, hidden) * np.float32(2 / hidden**0.5))
-    shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    wide = case.activation.num_projections * inner
+    shapes = {"gate_up": (wide, hidden), "down": (hidden, inner)}
     stored: dict[str, np.ndarray | None] = {}
     for name, shape in shapes.items():
         drawn = _normal(rng, choice.stored, *shape)
@@ -151,7 +152,7 @@ def block_of(case: Case) -> Block:
         router_bias=biases(choice.outputs),
         bias=_normal(rng, choice.experts) / 4 if case.is_biased else None,
         gate_up=shapes["gate_up"],
-        gate_up_bias=biases(choice.stored, 2 * inner),
+        gate_up_bias=biases(choice.stored, wide),
         down=shapes["down"],
         down_bias=biases(choice.stored, hidden),
         norm=1 + _normal(rng, hidden) / 10 if case.is_scaled else None,
@@ -212,8 +213,8 @@ def _within_groups(keys: np.ndarray, choice: RoutingSettings) -> np.ndarray:
 def _expert(block: Block, activation: Activation, number: int, x: np.ndarray) -> np.ndarray:
     stored = (block.gate_up_bias, block.down_bias)
     first, second = (np.float32(0) if each is None else each[number] for each in stored)
-    gate, up = np.split(block.gate_up[number] @ x + first, 2)
-    return block.down[number] @ _rounded(act_and_mul(gate, up, activation)) + second
+    inner = activated(block.gate_up[number] @ x + first, activation)
+    return block.down[number] @ _rounded(inner) + second
 
 
 def _same(inner: Any) -> Any:

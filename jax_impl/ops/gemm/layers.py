@@ -174,6 +174,14 @@ def act_and_mul(gate: Array, up: Array, activation: Activation) -> Array:
     return gate * sigmoid(activation.alpha * gate) * (up + 1)
 
 
+def activated(x: Array, activation: Activation) -> Array:
+    """Applies the activation of an MLP to its first product: gate and up, or up alone."""
+    if not activation.is_gated:
+        return jnp.square(jnp.maximum(x, 0))
+    gate, up = jnp.split(x, 2, axis=-1)
+    return act_and_mul(gate, up, activation)
+
+
 def plain_bilinear_pos_embed(
     table: Float[jax.Array, "places hidden"],
     corners: Int[jax.Array, "R 4"],

@@ -319,8 +319,8 @@ def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[jax.Array, "R intermediate"]:
     """Computes the activation of the normed rows; the weight holds gate rows, then up rows."""
-    gate, up = jnp.split(plain_rmsnorm_linear(stream, eps, weight), 2, axis=-1)
-    return all_gather.all_gather(stream.group, layers.act_and_mul(gate, up, activation))
+    product = plain_rmsnorm_linear(stream, eps, weight)
+    return all_gather.all_gather(stream.group, layers.activated(product, activation))
 
 
 def kernel_act_and_mul_linear(
@@ -330,8 +330,8 @@ def kernel_act_and_mul_linear(
     weight: Matrix,
     activation: Activation = SILU_AND_MUL,
 ) -> Float[jax.Array, "R intermediate"]:
-    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
-    if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
+    exchange, x, n = stream.group.on_device, stream.factors, activation.num_projections
+    if exchange is not None and exchange.fits(len(x), weight.num_outputs // n, x.dtype.itemsize):
         return _normed(kernels, stream, eps, weight, activation, gather=exchange.next())
     return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
 
@@ -361,8 +361,7 @@ def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Arra
     """Computes the W8A8 GEMM in float32."""
     assert weight.scales is not None  # W8A8
     scales = jnp.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
-    rows = fp8_activations.quantised(x)
-    return fp8_activations.product(rows, weight.values, scales)
+    return fp8_activations.product(fp8_activations.quantised(x), weight.values, scales)
 
 
 def _normed(
@@ -414,12 +413,13 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
+    is_gated = activation is not None and activation.is_gated
     tables, stored, scales, row_scales = kernels.tiles, weight.num_outputs, weight.scales, None
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
-        outputs=(stored - first) // (1 if activation is None else 2),
-        gated=int(activation is not None),
+        outputs=(stored - first) // (2 if is_gated else 1),
+        gated=int(is_gated),
     )
     scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
@@ -435,7 +435,7 @@ def kernel_products(
         num_rows=num_rows,
         first=first,
         out_type=out_type,
-        is_gated=activation is not None,
+        is_gated=is_gated,
         activation=activation or SILU_AND_MUL,
         bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
         norm=scale,

@@ -142,8 +142,7 @@ def _mlp(
     activation: Activation,
     group: TPGroup,
 ) -> Float32[jax.Array, "R share"]:
-    gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    inner = layers.act_and_mul(gate, up, activation).astype(x.dtype)
+    inner = layers.activated(linear.product_float32(x, gate_up), activation).astype(x.dtype)
     inner = all_gather.all_gather(group, inner)
     return linear.product_float32(inner, down)
 

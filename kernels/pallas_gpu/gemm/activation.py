@@ -1,4 +1,4 @@
-"""Activations of gated MLPs (Pallas, Triton backend)."""
+"""Activations of MLPs (Pallas, Triton backend)."""
 
 import jax.numpy as jnp
 
@@ -18,3 +18,9 @@ def act_and_mul(gate, up, activation):
         up = jnp.where(up < -limit, -limit, up) + 1.0
         inner = gate * activation.alpha
     return gate / (1.0 + jnp.exp2(-inner * _LOG2_E)) * up
+
+
+def relu_squared(x):
+    """Computes relu(x) squared, the activation of MLPs without a gate; NaN stays NaN."""
+    positive = jnp.where(x < 0.0, 0.0, x)
+    return positive * positive

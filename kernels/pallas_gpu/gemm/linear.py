@@ -21,7 +21,7 @@ from kernels.pallas_gpu.collectives.all_gather import (
     all_gather_tiles,
 )
 from kernels.pallas_gpu.collectives.flag_protocol import PeerView
-from kernels.pallas_gpu.gemm.activation import act_and_mul
+from kernels.pallas_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.pallas_gpu.gemm.block_loaders import ResultBlock
 from kernels.pallas_gpu.gemm.dequantize import dequantize, is_packed
 from kernels.pallas_gpu.gemm.linear_launch import (
@@ -97,7 +97,8 @@ def product(
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
         contains the rows times the norm's scale, and the squares are of the rows without it.
       eps: Epsilon of the norm.
-      is_gated, activation: Whether the result is an activation of gate and up, and which one.
+      is_gated, activation: Whether the result is an activation of gate and up, and which one. An
+        activation without a gate applies to the result, the usual one does not.
       bias: Stacked biases, added to each row of the product before gating.
       factor: Factor of the result, if it is not gated.
       added: Residual added to the result; the sums of squares per chunk are returned as well.
@@ -166,7 +167,7 @@ def _is_copied(x, weights, outputs, inputs, settings, tiles):
         first=settings.first,
         out_type=settings.out_type,
         is_normed=inputs.squares is not None,
-        is_plain=is_alone and not settings.is_gated,
+        is_plain=is_alone and not settings.is_gated and settings.activation.is_gated,
         added=inputs.added,
         order=settings.order,
         tiles=tiles,
@@ -340,6 +341,8 @@ def _finished(sums, early, inputs, tile, K, N, settings):
     out = sums[0]
     if settings.is_gated:
         out = act_and_mul(out, sums[1], settings.activation)
+    elif not settings.activation.is_gated:
+        out = relu_squared(out)
     if settings.factor != 1:
         out = out * settings.factor
     if inputs.added is not None:

@@ -247,6 +247,9 @@ class EpilogueOutputs:
             gate, *up = (x * scale for x in (gate, *up))
         if self._work.is_biased:
             gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
+        if not self._work.activation.is_gated:
+            positive = jnp.where(gate < 0, 0.0, gate)
+            return product_of(positive, positive)
         if not self._work.is_gated:
             return gate if self._work.factor == 1 else times(gate, self._work.factor)
         inner = gate

@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int, Shaped
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
-from kernels.pallas_gpu.gemm.activation import act_and_mul
+from kernels.pallas_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
     ExpertWeights,
@@ -188,7 +188,7 @@ def act_and_mul_linear(
 
     Grouped tiles require the expert blocks of `group`.
     """
-    R, N = len(scaled), gate_up.weights.shape[2] // 2
+    R, N = len(scaled), gate_up.weights.shape[2] // activation.num_projections
     config = ExpertGemmConfig(
         format, tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret
     )
@@ -298,8 +298,9 @@ def _gated_kernel(
     """One program per tile and block of outputs; gate and up rows form one matrix.
 
     Half of the outputs then fill the wide side of the tensor core, so the programs are doubled.
+    Without a gate a program has the up rows of its outputs.
     """
-    (_, K), (S, N) = x_ref.shape, inner_ref.shape
+    (_, K), (S, N), halves = x_ref.shape, inner_ref.shape, activation.num_projections
     blocks, layer = pl.cdiv(N, config.columns), layer_ref[0]
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
     tile = tile_of(number, ids_ref, expert_blocks, config)
@@ -309,22 +310,23 @@ def _gated_kernel(
         is_slot = lax.iota(jnp.int32, config.lanes) < tile.count
         row = lax.div(tile.slots, config.slots)
         scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
-        first, both = block * config.columns, lax.iota(jnp.int32, 2 * config.columns)
+        first, both = block * config.columns, lax.iota(jnp.int32, halves * config.columns)
         column = first + lax.rem(both, config.columns)
         output = column + lax.div(both, config.columns) * N
         of_expert, has_all = (layer, tile.expert), N % config.columns == 0
         total = product(
             x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, config
         )
-        gate, up = lax.split(
-            early(total, config.interpret).T, (config.columns, config.columns), axis=1
-        )
-        gate, up = gate * scale[:, None], up * scale[:, None]
+        parts = lax.split(early(total, config.interpret).T, (config.columns,) * halves, axis=1)
+        parts = [part * scale[:, None] for part in parts]
         column = first + lax.iota(jnp.int32, config.columns)
         if gate_up.bias is not None:
-            gate += bias_of(gate_up, of_expert, column, column < N)[None, :]
-            up += bias_of(gate_up, of_expert, N + column, column < N)[None, :]
-        out = act_and_mul(gate, up, activation)
+            parts = [
+                part + bias_of(gate_up, of_expert, number * N + column, column < N)[None, :]
+                for number, part in enumerate(parts)
+            ]
+        first, last = parts[0], parts[-1]
+        out = act_and_mul(first, last, activation) if halves == 2 else relu_squared(first)
         # Elements that are not stored get an index outside the array, which the interpreter
         # requires.
         slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)

@@ -1,4 +1,4 @@
-"""Activations of gated MLPs (Triton)."""
+"""Activations of MLPs (Triton)."""
 
 import triton
 import triton.language as tl
@@ -21,3 +21,10 @@ def act_and_mul(gate, up, activation: tl.constexpr):
         up = tl.where(up < -limit, -limit, up) + 1.0
         inner = gate * alpha
     return gate / (1.0 + tl.exp2(-inner * _LOG2_E)) * up
+
+
+@triton.jit
+def relu_squared(x):
+    """Computes relu(x) squared, the activation of MLPs without a gate; NaN stays NaN."""
+    positive = tl.where(x < 0.0, 0.0, x)
+    return positive * positive

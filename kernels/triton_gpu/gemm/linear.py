@@ -79,7 +79,8 @@ def product(
       squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
         contains the rows times the norm's scale, and the squares are of the rows without it.
       eps: Epsilon of the norm.
-      is_gated, activation: Whether the result is an activation of gate and up, and which one.
+      is_gated, activation: Whether the result is an activation of gate and up, and which one. An
+        activation without a gate applies to the result, the usual one does not.
       bias: Added to each row of the product before gating.
       factor: Factor of the result, if it is not gated.
       added: Residual added to the result; the sums of squares per chunk are returned as well.

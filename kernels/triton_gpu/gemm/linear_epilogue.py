@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kernels.triton_gpu.collectives.all_gather import receive_words, send_words, words_of
 from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
-from kernels.triton_gpu.gemm.activation import act_and_mul
+from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.triton_gpu.gemm.block_loaders import TileLoads
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, chunks_of, squares_of
 from shared.models.activation import Activation
@@ -59,7 +59,7 @@ class GemmSizes(NamedTuple):
 
     Attributes:
       is_biased, is_gated, is_added, is_scaled: Fused operations.
-      activation: Activation of gate and up.
+      activation: Activation of gate and up, or of a result without a gate.
       factor: Factor of a result that is not gated.
       leaves: Output blocks with LM-head partials; 0: the result is stored.
       box: Layout of the symmetric buffers for a fused all-gather; None: no gather, or a later one.
@@ -189,9 +189,11 @@ def finish(acc, up, early, args, tile, sizes: tl.constexpr, squares: tl.constexp
         if sizes.is_gated:
             up_at = args.bias + sizes.N + tile.column
             up += tl.load(up_at, mask=tile.is_column, other=0.0).to(tl.float32)[None, :]
+    activation: tl.constexpr = sizes.activation
     if sizes.is_gated:
-        activation: tl.constexpr = sizes.activation
         acc = act_and_mul(acc, up, activation)
+    elif activation.kind == "relu2":
+        acc = relu_squared(acc)
     if sizes.factor != 1.0:
         acc = acc * sizes.factor
     if sizes.is_added:

@@ -284,13 +284,16 @@ def _store(
         output = first_column + lane % columns
         bias = gl.load(args.bias + output + lane // columns * N, mask=output < N, other=0.0)
         acc += bias.to(gl.float32)[None, :]
+    activation: gl.constexpr = sizes.activation
     if sizes.is_gated:
         gate, up = gl.split(gl.permute(gl.reshape(acc, (rows, 2, columns)), (0, 2, 1)))
         inner = gate
-        activation: gl.constexpr = sizes.activation
         if activation.kind == "gelu_tanh":  # as in `activation.act_and_mul`
             inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
         acc = gate / (1.0 + gl.exp2(-inner * _LOG2_E)) * up
+    elif activation.kind == "relu2":
+        acc = gl.where(acc < 0.0, 0.0, acc)
+        acc = acc * acc
     if sizes.factor != 1.0:
         acc = acc * sizes.factor
     lines: gl.constexpr = _lines_layout(columns, warps)

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from kernels.triton_gpu.gemm.activation import act_and_mul
+from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.triton_gpu.gemm.block_loaders import TileLoads, format_of
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
@@ -97,7 +97,8 @@ def experts(
       scaled, squares, router, router_bias, bias, live, arrivals, eps, order, squares_order: See
         `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
-        projection's; or packed FP8, `[stored, 2 inner, hidden / 4]`.
+        projection's, and without a gate `[stored, inner, hidden]`; or packed FP8, `[stored, 2
+        inner, hidden / 4]`.
       gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[stored, hidden, inner]`, in the same way.
       gate_up_bias, down_bias: Biases of the outputs.
@@ -175,7 +176,7 @@ def act_and_mul_linear(
 
     Grouped tiles require the expert blocks of `group`.
     """
-    (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
+    (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
     chunks = squares.shape[1]
     config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
     sizes = _sizes(gate_up, format, N, hidden, routing, config, is_scaled=False)
@@ -309,8 +310,10 @@ def _gated_kernel(
     """One program per tile and block of outputs; gate and up rows form one matrix.
 
     Half of the outputs then fill the wide side of the tensor core, so the programs are doubled.
+    Without a gate a program has the up rows of its outputs.
     """
     N: tl.constexpr = sizes.N
+    halves: tl.constexpr = 1 if activation.kind == "relu2" else 2
     blocks: tl.constexpr = (N + config.columns - 1) // config.columns
     if is_launched:
         gdc_wait()
@@ -320,21 +323,29 @@ def _gated_kernel(
     is_slot = tl.arange(0, config.lanes) < tile.count
     row = tile.slots // sizes.slots
     scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
-    first, both = tl.program_id(0) % blocks * config.columns, tl.arange(0, 2 * config.columns)
+    first, both = tl.program_id(0) % blocks * config.columns, tl.arange(0, halves * config.columns)
     column = first + both % config.columns
     output = column + both // config.columns * N
     x_at += row.to(tl.int64)[:, None] * sizes.K
     is_column = column < N
-    acc = product_of(x_at, is_slot, gate_up, tile.expert, 2 * N, output, is_column, sizes, config)
+    outputs: tl.constexpr = halves * N
+    acc = product_of(x_at, is_slot, gate_up, tile.expert, outputs, output, is_column, sizes, config)
     if is_launched:
         gdc_launch_dependents()
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0)))
-    gate, up = gate * scale[:, None], up * scale[:, None]
     column = first + tl.arange(0, config.columns)
-    if sizes.is_biased:
-        gate += bias_of(gate_up, tile.expert, column, column < N, 2 * N)[None, :]
-        up += bias_of(gate_up, tile.expert, N + column, column < N, 2 * N)[None, :]
-    out = act_and_mul(gate, up, activation)
+    if halves == 1:
+        up = tl.trans(acc) * scale[:, None]
+        if sizes.is_biased:
+            up += bias_of(gate_up, tile.expert, column, column < N, N)[None, :]
+        out = relu_squared(up)
+    else:
+        pairs = tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0))
+        gate, up = tl.split(pairs)
+        gate, up = gate * scale[:, None], up * scale[:, None]
+        if sizes.is_biased:
+            gate += bias_of(gate_up, tile.expert, column, column < N, 2 * N)[None, :]
+            up += bias_of(gate_up, tile.expert, N + column, column < N, 2 * N)[None, :]
+        out = act_and_mul(gate, up, activation)
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & (column < N)[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)

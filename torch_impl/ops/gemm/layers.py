@@ -187,6 +187,13 @@ def act_and_mul(
     return gate * sigmoid(activation.alpha * gate) * (up + 1)
 
 
+def activated(x: Float[Tensor, "... columns"], activation: Activation) -> Float[Tensor, "..."]:
+    if not activation.is_gated:
+        return torch.relu(x).square()
+    gate, up = x.chunk(2, dim=-1)
+    return act_and_mul(gate, up, activation)
+
+
 def plain_bilinear_pos_embed(
     table: Float[Tensor, "places hidden"],
     corners: Int[Tensor, "R 4"],

@@ -253,8 +253,8 @@ def added_norm(
 def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[Tensor, "R intermediate"]:
-    gate, up = rmsnorm_linear(stream, eps, weight).chunk(2, dim=-1)
-    return all_gather.all_gather(stream.group, layers.act_and_mul(gate, up, activation))
+    activated = layers.activated(rmsnorm_linear(stream, eps, weight), activation)
+    return all_gather.all_gather(stream.group, activated)
 
 
 def kernel_act_and_mul_linear(
@@ -264,7 +264,8 @@ def kernel_act_and_mul_linear(
     weight: Matrix,
     activation: Activation = SILU_AND_MUL,
 ) -> Float[Tensor, "R intermediate"]:
-    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
+    exchange, factors = stream.group.on_device, stream.factors
+    share = weight.num_outputs // activation.num_projections
     if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
         return _normed(kernels, stream, eps, weight, activation, gather=exchange.next())
     return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
@@ -336,11 +337,12 @@ def kernel_products(
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
     tables, row_scales = kernels.tiles, None
+    is_gated = activation is not None and activation.is_gated
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
-        outputs=weight.num_outputs // (1 if activation is None else 2),
-        gated=int(activation is not None),
+        outputs=weight.num_outputs // (2 if is_gated else 1),
+        gated=int(is_gated),
     )
     out_type = out_type or x.dtype
     if weight.format.quantizes_activations:
@@ -352,7 +354,7 @@ def kernel_products(
         row_scales,
         format=weight.format.name,
         out_type=out_type,
-        is_gated=activation is not None,
+        is_gated=is_gated,
         activation=activation or SILU_AND_MUL,
         bias=weight.bias,
         order=SQUARES,

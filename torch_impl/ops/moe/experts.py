@@ -140,8 +140,7 @@ def _mlp(
     activation: Activation,
     group: TPGroup,
 ) -> Float32[Tensor, "R share"]:
-    gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
-    inner = layers.act_and_mul(gate, up, activation).to(x.dtype)
+    inner = layers.activated(linear.product_float32(x, gate_up), activation).to(x.dtype)
     inner = all_gather.all_gather(group, inner)
     return linear.product_float32(inner, down)
 

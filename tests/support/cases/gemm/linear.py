@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
-from shared.models.activation import GELU_TANH, Activation
+from shared.models.activation import GELU_TANH, RELU2, Activation
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding, scale_shape, spread
@@ -114,6 +114,11 @@ def gelu_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     return gated_arguments(seed, R=R, K=K, N=N) | {"activation": Activation(GELU_TANH)}
 
 
+def relu2_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Same as `normed_arguments`, with the activation of Nemotron."""
+    return normed_arguments(seed, R=R, K=K, N=N) | {"activation": Activation(RELU2)}
+
+
 _MAKERS = {
     "product": product_arguments,
     "product_float32": product_arguments,
@@ -157,6 +162,25 @@ TABLE += [
     for function, cases in _LARGE.items()
     for name, (K, N) in cases.items()
     for R in _SOME_ROWS.get(name, _ROWS)
+]
+TABLE.append(
+    OpCase(
+        op="linear",
+        function="act_and_mul_linear",
+        name="no gate, three rows",
+        make=partial(relu2_arguments, R=3, K=96, N=80),
+    )
+)
+TABLE += [
+    OpCase(
+        op="linear",
+        function="act_and_mul_linear",
+        name=f"no gate, {R} rows",
+        make=partial(relu2_arguments, R=R, K=2688, N=3712),
+        dtype="bfloat16",
+        is_large=True,
+    )
+    for R in (1, 32, 512)
 ]
 TABLE += [
     OpCase(

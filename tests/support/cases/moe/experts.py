@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.activation import SWIGLU_OAI, Activation
+from shared.models.activation import RELU2, SWIGLU_OAI, Activation
 from shared.models.mlp import ExpertTensors, MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream
@@ -68,7 +68,8 @@ def added_arguments(
     bias = rng.standard_normal(config.num_experts, np.float32) if config.has_score_bias else None
     router = _matrix(rng, config.num_scored, hidden)
     matrices = [
-        _matrix(rng, config.num_stacked, *x) for x in ((2 * inner, hidden), (hidden, inner))
+        _matrix(rng, config.num_stacked, *x)
+        for x in ((config.activation.num_projections * inner, hidden), (hidden, inner))
     ]
     if quantized is not None:
         matrices = [quantized(matrix.values) for matrix in matrices]
@@ -119,6 +120,20 @@ OSS = config_of(
     activation=Activation(SWIGLU_OAI, 1.702, 7.0),
 )
 """The experts of gpt-oss-20b."""
+NEMOTRON = config_of(
+    num_experts=32,
+    num_chosen=6,
+    intermediate=1856,
+    shared=False,
+    scores="sigmoid",
+    has_score_bias=True,
+    routed_factor=2.5,
+    activation=Activation(RELU2),
+)
+"""Some experts of Nemotron 3 Nano, without their shared expert."""
+NO_GATE = config_of(
+    num_experts=6, num_chosen=2, intermediate=48, shared=False, activation=Activation(RELU2)
+)
 TABLE = [
     OpCase(
         op="experts",
@@ -127,7 +142,11 @@ TABLE = [
         make=partial(added_arguments, R=R, hidden=64, config=config),
         wide=("norm",),
     )
-    for name, R, config in (("three rows", 3, SMALL), ("groups, many rows", 37, GROUPS))
+    for name, R, config in (
+        ("three rows", 3, SMALL),
+        ("groups, many rows", 37, GROUPS),
+        ("no gate", 3, NO_GATE),
+    )
 ]
 TABLE += [
     OpCase(
@@ -148,6 +167,18 @@ TABLE += [
         function="added_experts",
         name=f"biases, 32 of 2880, {R} rows",
         make=partial(added_arguments, R=R, hidden=2880, config=OSS),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for R in (1, 32, 512)
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"no gate, 32 of 1856, {R} rows",
+        make=partial(added_arguments, R=R, hidden=2688, config=NEMOTRON),
         dtype="bfloat16",
         wide=("norm",),
         is_large=True,
