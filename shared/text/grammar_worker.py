@@ -78,11 +78,15 @@ _CONTENT_LEADS = {
 LEADS = {key: lead for tags in REASONING_FORMATS.values() for key, lead in _leads(tags).items()}
 """Prefixes of outputs by the keys of `ReasoningFormat.lead`."""
 
+NO_CALLS = "no_calls"
+"""Kind of the constraint that an output begins no tool call."""
+
 _MAKERS: dict[str, Callable[[Any], str]] = {
     "schema": of_schema,
     "regex": of_regex,
     "choice": of_choices,
     "lark": of_lark,
+    NO_CALLS: tool_call_grammar.without_calls,
 }
 
 
@@ -91,8 +95,8 @@ class OutputFormat:
     """Constraint of an output.
 
     Attributes:
-      kind: "schema", "regex", "choice" or "lark".
-      value: The schema, regular expression, list of strings or grammar.
+      kind: "schema", "regex", "choice", "lark" or `NO_CALLS`.
+      value: The schema, regular expression, list of strings, grammar, or format of the calls.
     """
 
     kind: str
@@ -152,7 +156,8 @@ class GrammarRequest:
           GrammarRefused: The constraint is invalid or unsupported.
         """
         written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
-        if written is not None and self.lead in _CONTENT_LEADS:
+        is_content = self.form is not None and self.form.kind != NO_CALLS
+        if written is not None and is_content and self.lead in _CONTENT_LEADS:
             written = with_prefix(_CONTENT_LEADS[self.lead], written)
         if self.calls is not None:
             written = tool_call_grammar.grammar_of(

@@ -55,6 +55,26 @@ def grammar_of(
     return serialized([{"lark_grammar": "\n".join([f"start: {start}", *rules])}, *others])
 
 
+def without_calls(style: str) -> str:
+    """Builds the grammar of any text that begins no tool call.
+
+    Args:
+      style: A name of `FORMATS`.
+    """
+    call_format = FORMATS[style]
+    tags = (*call_format.openings, *call_format.loose_openings)
+    if not call_format.openings:
+        rules = ["start: other_text |", call_format.other_text]
+    else:
+        rules = ["start: TEXT", rf"TEXT: {TEXT} & ~/(.|\n)*({_any_of(tags)})(.|\n)*/"]
+    return serialized([{"lark_grammar": "\n".join(rules)}])
+
+
+def _any_of(tags: Sequence[str]) -> str:
+    """Returns the expression of one of several tags."""
+    return "|".join(re.escape(tag).replace("/", r"\/") for tag in tags)
+
+
 def _calls(call_format: CallFormat, many: bool) -> list[str]:
     """Returns the rules of one or several openings, each with its calls."""
     if not call_format.openings:
@@ -71,6 +91,6 @@ def _beside_text(call_format: CallFormat, many: bool) -> tuple[str, list[str]]:
     """Returns the start rule of outputs that may be text; text that begins like a call is one."""
     if not call_format.openings:
         return "calls | other_text |", [call_format.other_text]
-    suffix = "|".join(re.escape(opening).replace("/", r"\/") for opening in call_format.openings)
+    suffix = _any_of(call_format.openings)
     rules = [f"text: {TEXT}", f"lead[suffix=/{suffix}/]: {TEXT}", "spoken: lead inner"]
     return ("spoken* text" if many else "spoken text | text"), rules

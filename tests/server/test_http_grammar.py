@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,27 +21,18 @@ from shared.server.api.request_parsing import parse_request
 from shared.server.completions.grammars import held_calls
 from shared.server.protocol.openai_types import ChatRequest
 from shared.text.call_formats.call_format import CallableFunction
-from shared.text.call_formats.registry import marks_of
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
 from shared.text.tool_call_grammar import grammar_of
+from tests.support.grammar_server import CITY, start, tool
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     USER,
     Server,
     byte_tokenizer,
-    save_tokenizer,
-    serving,
 )
-from tests.support.special_token_tokenizer import marked_tokenizer
-from tests.support.tiny_models import write_tiny
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools or '' }}"
-    "{% if enable_thinking is defined and enable_thinking %}<think>{% else %}<think></think>"
-    "{% endif %}"
-)
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -53,19 +43,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "size", "parts"],
     "additionalProperties": False,
 }
-CITY = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Rome", "Oslo"]},
-        "days": {"type": "integer", "maximum": 9, "minimum": 1},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-}
-
-
-def tool(name: str, **more: Any) -> Any:
-    return {"type": "function", "function": {"name": name, "parameters": CITY, **more}}
 
 
 def named(name: str) -> Any:
@@ -80,17 +57,6 @@ FORMAT = schema_format(schema=SCHEMA)
 MAX_GAP_S = 0.05
 TRIES = 5
 SAMPLED: Any = {"temperature": 1.0, "max_tokens": 500}
-
-
-def start(folder: Path) -> Any:
-    write_tiny(folder, "llama", 5)
-    marks = marks_of("qwen3_coder", "qwen3")  # the vocabulary has no room for those of all formats
-    save_tokenizer(folder, marked_tokenizer(special=True, marks=marks))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    line = ["--port", "0", "--model-path", str(folder), "--speculative-algorithm", "NGRAM"]
-    line += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-    line += ["--grammar-backend", "llguidance", "--max-running-requests", "4"]
-    return serving(["-m", "torch_impl.serve", *line])
 
 
 @pytest.fixture(scope="module")
@@ -267,35 +233,6 @@ def test_allowed_tools_limit_calls_and_preserve_prompt(server, is_flat):
     assert called <= {"news", "time"}
     usage = server.post(CHAT, messages=USER, tools=tools, max_tokens=1).json()["usage"]
     assert prompts == {usage["prompt_tokens"]}
-
-
-@pytest.mark.parametrize(
-    ("syntax", "definition", "pattern"),
-    [
-        ("regex", "[a-c]{3}\n", r"[a-c]{3}\n"),
-        (
-            "lark",
-            'start: ("+" WORD LF)~1..2\nWORD: /[a-c]{2}/\n%import common.LF',
-            r"(\+[a-c]{2}\n){1,2}",
-        ),
-    ],
-)
-def test_custom_tool_input_matches_grammar(client, syntax, definition, pattern):
-    form = {"type": "grammar", "syntax": syntax, "definition": definition}
-    tools: Any = [{"type": "custom", "name": "edit", "format": form}]
-    choice: Any = {"type": "custom", "name": "edit"}
-    asked: Any = {"input": "x", "tools": tools, "tool_choice": choice, "max_output_tokens": 500}
-    for seed in range(3):
-        given = {"seed": seed}
-        (call,) = client.responses.create(model="default", **asked, extra_body=given).output
-        assert (call.type, call.name) == ("custom_tool_call", "edit")
-        assert re.fullmatch(pattern, call.input)
-    subset: Any = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
-    tools += [{"type": "function", "name": "look", "parameters": CITY}]
-    asked |= {"tools": tools, "tool_choice": subset}
-    response = client.responses.create(model="default", **asked)
-    assert {item.name for item in response.output} == {"edit"}
-    assert response.model_dump()["tool_choice"] == subset
 
 
 def test_allowed_tools_auto_grammar_excludes_other_tools():

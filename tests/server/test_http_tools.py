@@ -154,7 +154,7 @@ def test_reasoning_opened_by_template_is_separated(server):
         assert "".join(d["content"] or "" for d in deltas) == text
 
 
-def test_tool_choice_none_omits_tools_from_prompt(server):
+def test_tool_choice_none_without_grammars_omits_tools(server):
     fields = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 30}
     for choice, is_listed in (("auto", True), (None, True), ("none", False)):
         answer = server.post(CHAT, **fields, tools=[WEATHER], tool_choice=choice).json()

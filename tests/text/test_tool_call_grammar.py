@@ -17,7 +17,7 @@ from shared.text.json_schema_refs import standalone
 from shared.text.lark_pattern import pattern_of
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.tokenizer import Tokenizer
-from shared.text.tool_call_grammar import grammar_of
+from shared.text.tool_call_grammar import grammar_of, without_calls
 from tests.support.call_schemas import SCHEMAS
 from tests.support.grammar_walks import walk
 from tests.support.http_fixtures import END, byte_tokenizer
@@ -97,6 +97,21 @@ def test_custom_tool_grammar_constrains_input(style):
         assert follows(compiled, write(text))
         assert read(style, write(text), INPUT) == [("f", {"input": text})]
     assert not any(follows(compiled, write(text)) for text in OTHER_TEXTS)
+
+
+@pytest.mark.parametrize("style", FORMATS)
+def test_grammar_without_calls_excludes_calls(style):
+    compiled = compiler().compile(without_calls(style))
+    call = FORMATS[style].write([("f", {})])
+    texts = ["", "Well.", "a < b\n"]
+    if style == "harmony":
+        texts = ["", "<|channel|>final<|message|>Well."]
+    assert all(follows(compiled, text) for text in texts)
+    assert not follows(compiled, call)
+    for opening in FORMATS[style].openings + FORMATS[style].loose_openings:
+        assert not follows(compiled, f"Well.\n{opening}")
+        assert not follows(compiled, f"{opening} so")
+        assert follows(compiled, f"Well {opening[:-1]}")
 
 
 def test_unquoted_input_excludes_closing_tag():

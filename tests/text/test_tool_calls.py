@@ -222,6 +222,7 @@ def test_parsers_under_grammar_accept_only_grammar_calls(fields, strict, is_held
     messages = [{"role": "user", "content": "hi"}]
     request = ChatRequest.model_validate({"messages": messages, "tools": tools, **fields})
     facts: Any = SimpleNamespace(reasoning_parser="qwen3", tool_call_parser="qwen3_coder")
+    facts.limits = SimpleNamespace(structured_outputs=True)
     bare = ELEMENTS.removeprefix("<tool_call>\n")
     for text in (bare, f"<think>hm {ELEMENTS}"):
         parser = Parsers(facts).new(request.to_generation(), "")

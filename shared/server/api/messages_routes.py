@@ -40,8 +40,7 @@ class MessagesRoutes:
         sent = await read_json(request)
         model, chat = await self._work.do(len(sent), self._read_count, sent)
         check_model(model, self._facts.model_name)
-        self._generator.check_tools(chat)
-        prompt = await self._reader.read_chat(chat, len(sent))
+        prompt = await self._reader.read_chat(self._generator.settle_tools(chat), len(sent))
         return json_response({"input_tokens": len(prompt.tokens)})
 
     def _read(self, sent: bytes) -> tuple[MessagesRequest, GenerationRequest]:

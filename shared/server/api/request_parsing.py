@@ -211,7 +211,7 @@ def _check_form(request: CompletionRequest | ChatRequest) -> None:
 
 
 def _check_choice(request: ChatRequest) -> None:
-    names = {tool.function.name for tool in request.usable_tools}
+    names = {tool.function.name for tool in request.tools or ()}
     unknown = (request.chosen_names or set()) - names
     if unknown or (request.requires_tool_call and not names):
         message = "tool_choice requests a call of a function that is not in tools"

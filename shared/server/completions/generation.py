@@ -238,7 +238,8 @@ class Generator:
                 "stop requires a tokenizer, and the model folder has none; use stop_token_ids",
                 request.name("stop"),
             )
-        self._parsers.check(request.chat)
+        if request.chat is not None:
+            request = replace(request, chat=self._parsers.settle(request.chat))
         ignored = (*request.ignored, *self._reader.ignored(request.chat))
         if ignored and self._facts.strict_fields:
             reason = f"{ignored[0]} has no effect here and the server was started with"
@@ -273,9 +274,9 @@ class Generator:
             output.follow(self.traces, self._facts.drafter)
         return Generation(submission, output, request, arrival, self._watchers)
 
-    def check_tools(self, chat: ChatInput) -> None:
-        """Rejects tools if the server has no tool-call parser; raises as `start`."""
-        self._parsers.check(chat)
+    def settle_tools(self, chat: ChatInput) -> ChatInput:
+        """Returns a conversation with the tools that its prompt lists; raises as `start`."""
+        return self._parsers.settle(chat)
 
     def _sampling(
         self, request: GenerationRequest, prompt: ReadPrompt, grammar: str | None

@@ -9,7 +9,13 @@ from shared.process.ipc_messages import ServerInfo
 from shared.server.engine_link.workers import WorkerPool
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.generation_request import GenerationRequest
-from shared.text.grammar_worker import DEADLINE_S, GrammarRequest, ToolCallSpec
+from shared.text.grammar_worker import (
+    DEADLINE_S,
+    NO_CALLS,
+    GrammarRequest,
+    OutputFormat,
+    ToolCallSpec,
+)
 from shared.text.parsing.reasoning import thinking_after
 from shared.text.worker import WorkerError, pack
 
@@ -74,7 +80,10 @@ class GrammarChecks(WorkerPool):
 
     def _grammar_request(self, request: GenerationRequest, prompt: str) -> GrammarRequest | None:
         form, lead = request.form, None
-        calls = held_calls(request, self._facts.tool_call_parser)
+        style = self._facts.tool_call_parser
+        calls = held_calls(request, style)
+        if form is None and request.chat and request.chat.tools.forbids_calls:
+            form = OutputFormat(kind=NO_CALLS, value=style)
         if request.chat and self._facts.reasoning_parser is not None:
             lead = thinking_after(prompt, self._facts.reasoning_parser, request.chat.begun)
         if form is None and calls is None:

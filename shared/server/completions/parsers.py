@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shared.process.ipc_messages import ServerInfo
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.generation_request import ChatInput, GenerationRequest
+from shared.server.protocol.generation_request import ChatInput, GenerationRequest, ToolUse
 from shared.text.parsing.delta import OutputParser, PassthroughParser
 from shared.text.parsing.output_parser import OutputBuilder
 from shared.text.parsing.reasoning import is_open_after
@@ -17,19 +19,27 @@ class Parsers:
 
     def __init__(self, facts: ServerInfo) -> None:
         self._reasoning, self._tool_calls = facts.reasoning_parser, facts.tool_call_parser
+        self._forbids_calls = bool(self._tool_calls) and facts.limits.structured_outputs
 
-    def check(self, chat: ChatInput | None) -> None:
-        """Rejects tools if the server has no tool-call parser.
+    def settle(self, chat: ChatInput) -> ChatInput:
+        """Returns a conversation with the tools that the prompt lists.
+
+        Tools that must not be called stay in the prompt, which keeps its prefix in the cache, if a
+        grammar can forbid their calls. Otherwise they are removed.
 
         Raises:
-          ApiError: Status 400.
+          ApiError: The server has no tool-call parser; status 400.
         """
-        if chat and chat.conversation.tools and not self._tool_calls:
+        if chat.tools.forbids_calls and not self._forbids_calls:
+            conversation = replace(chat.conversation, tools=[])
+            return replace(chat, conversation=conversation, tools=ToolUse())
+        if chat.conversation.tools and not self._tool_calls:
             message = (
                 "tools require a tool-call parser, and none was detected from the chat "
                 "template; start the server with --tool-call-parser NAME"
             )
             raise ApiError(400, message, chat.name("tools"))
+        return chat
 
     def new(self, request: GenerationRequest, prompt: str) -> OutputParser:
         """Returns a parser for one choice.

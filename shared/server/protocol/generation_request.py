@@ -26,6 +26,7 @@ class ToolUse:
       functions: Functions that may be called; the prompt may list more.
       requires_call: The output must be a call.
       restricts_calls: A call is required, or only some of the listed functions may be called.
+      forbids_calls: The prompt lists functions, and the output must not call them.
       max_calls: Maximum calls per choice; None: no limit.
       input_formats: Constraints of the only argument, a text, by the name of the function.
     """
@@ -33,6 +34,7 @@ class ToolUse:
     functions: Sequence[Function] = ()
     requires_call: bool = False
     restricts_calls: bool = False
+    forbids_calls: bool = False
     max_calls: int | None = None
     input_formats: Mapping[str, OutputFormat] = field(default_factory=dict)
 

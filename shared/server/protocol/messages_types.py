@@ -106,7 +106,7 @@ class TokenCountRequest(Strict):
     @property
     def custom_tools(self) -> list[CustomTool]:
         """Tools that the chat template lists."""
-        return [] if self.choice == "none" else list(self.tools or ())
+        return list(self.tools or ())
 
     @property
     def choice(self) -> str:
@@ -172,6 +172,8 @@ class TokenCountRequest(Strict):
 
     def _tool_use(self) -> ToolUse:
         choice, tools = self.tool_choice, self.custom_tools
+        if self.choice == "none":
+            return ToolUse(forbids_calls=bool(tools))
         name = choice.name if isinstance(choice, NamedChoice) else None
         called = [tool for tool in tools if name in (None, tool.name)]
         if self.choice in ("any", "tool") and not called:

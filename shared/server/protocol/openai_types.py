@@ -262,6 +262,8 @@ def tool_use_of(
       functions: Functions that the prompt lists.
       are_parallel: False: at most one call.
     """
+    if choice == "none":
+        return ToolUse(forbids_calls=bool(functions))
     names, is_required = chosen_names(choice), requires_call(choice)
     is_one = are_parallel is False or isinstance(choice, NamedTool)
     return ToolUse(
@@ -322,11 +324,6 @@ class ChatPrompt(Strict):
     continue_final_message: bool | None = None
 
     @property
-    def usable_tools(self) -> list[Tool]:
-        """Tools that the chat template lists."""
-        return self.tools or []
-
-    @property
     def advice(self) -> dict[str, Any]:
         """Optional inputs of the chat template, by the names in `unsupported_fields`."""
         return {}
@@ -334,14 +331,14 @@ class ChatPrompt(Strict):
     @property
     def tool_use(self) -> ToolUse:
         """Constraints on tool calls."""
-        return ToolUse(functions=[tool.function for tool in self.usable_tools])
+        return ToolUse(functions=[tool.function for tool in self.tools or ()])
 
     def to_chat(self) -> ChatInput:
         """Returns the conversation in the form that all APIs share."""
         continues, begins = bool(self.continue_final_message), self.add_generation_prompt
         conversation = Conversation(
             messages=list(map(for_template, self.messages)),
-            tools=[tool.model_dump(exclude_unset=True) for tool in self.usable_tools],
+            tools=[tool.model_dump(exclude_unset=True) for tool in self.tools or ()],
             arguments=self.chat_template_kwargs or {},
             advice=self.advice,
             add_generation_prompt=not continues if begins is None else begins,
@@ -371,11 +368,6 @@ class ChatRequest(OpenAIRequest, ChatPrompt):
     verbosity: Annotated[Name, Field(min_length=1)] | None = None
     enable_thinking: bool | None = None
     thinking: bool | Nested | None = None
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """Tools that the chat template lists."""
-        return [] if self.tool_choice == "none" else super().usable_tools
 
     @property
     def advice(self) -> dict[str, Any]:
@@ -408,7 +400,7 @@ class ChatRequest(OpenAIRequest, ChatPrompt):
     @property
     def tool_use(self) -> ToolUse:
         """Constraints on tool calls."""
-        functions = [tool.function for tool in self.usable_tools]
+        functions = [tool.function for tool in self.tools or ()]
         return tool_use_of(self.tool_choice, functions, self.parallel_tool_calls)
 
     def _input(self) -> dict[str, Any]:

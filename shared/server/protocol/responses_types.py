@@ -279,7 +279,7 @@ class ResponsesRequest(Strict):
         if len(builder.images) > MAX_IMAGES:
             reason = f"the request has {len(builder.images)} images"
             raise ApiError(400, f"{reason}, at most {MAX_IMAGES} are supported", "input")
-        listed = [] if self.tool_choice == "none" else self.callable_tools
+        listed = self.callable_tools
         functions = [tool.function if isinstance(tool, CustomTool) else tool for tool in listed]
         conversation = Conversation(
             messages=builder.messages,
