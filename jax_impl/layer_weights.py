@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer, Mlp
+from jax_impl.model_weights import Attention, LatentAttention, Layer, Mlp, Recurrent
 from jax_impl.ops import Norm, Scale
 from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
@@ -29,8 +29,8 @@ def layers_of(
     # of a head follow its first one.
     alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
     attention = partial(_attention, alone={*alone, "later.attention."})
-    mixers = {"attention": attention, "gated_delta": _gated_delta}
-    mixers["latent_attention"] = _latent_attention
+    mixers = {"attention": attention, "gated_delta": _recurrent}
+    mixers |= {"latent_attention": _latent_attention, "mamba2": _recurrent}
     for i, (x, at) in enumerate(zip(like, ats, strict=True)):
 
         def norm(name: str, i: int = i) -> Norm | None:
@@ -90,11 +90,21 @@ def _attention(
     return Attention(inputs, out, q_norm, k_norm, sinks)
 
 
-def _gated_delta(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> GatedDelta:
-    small = (stacks[f"{prefix}{x}"] for x in ("conv", "a_log", "dt_bias", "norm"))
-    conv, a_log, dt_bias, norm = (x if in_stacks else x[place] for x in small)
-    inputs, out = (matrix_of(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
-    return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
+def _recurrent(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Recurrent:
+    def at(name: str) -> Any:
+        stack = stacks.get(f"{prefix}{name}")
+        return stack if stack is None or in_stacks else stack[place]
+
+    return Recurrent(
+        inputs=matrix_of(stacks, f"{prefix}inputs", place, in_stacks),
+        out=matrix_of(stacks, f"{prefix}out", place, in_stacks),
+        conv=at("conv"),
+        conv_bias=at("conv_bias"),
+        a_log=at("a_log"),
+        dt_bias=at("dt_bias"),
+        skip=at("skip"),
+        norm=at("norm"),
+    )
 
 
 def _latent_attention(

@@ -1,4 +1,4 @@
-"""Model layers on flat rows: attention on paged KV, MLP, MoE and gated DeltaNet (GDN)."""
+"""Model layers on flat rows: attention on paged KV, MLP, MoE and recurrent layers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer
+from jax_impl.model_weights import Attention, LatentAttention, Layer, Recurrent
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention import attention_layer, latent_attention
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
@@ -18,13 +18,13 @@ from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
 from jax_impl.ops.recurrent import recurrent_layer
 from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
-from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights
+from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output
 from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
-    GatedDeltaConfig,
     LatentAttentionConfig,
+    RecurrentConfig,
     SelfAttentionConfig,
 )
 from shared.spec.layers import rotary_frequencies
@@ -32,15 +32,15 @@ from shared.spec.mrope import mrope_section_map
 
 Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[RecurrentState, Any]
-"""Carry of the GDN layers of a pass: the states, and the snapshots of a prefill or the scratch of a
-verify."""
+"""Carry of the recurrent layers of a pass: the states, and the snapshots of a prefill or the
+scratch of a verify."""
 
 Feed = Callable[[ModelConfig, Layer, NormedStream, Norm | None], NormedStream]
 """Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
 
 
 class RecurrentMixer(Protocol):
-    """Runs the GDN layers of a pass.
+    """Runs the recurrent layers of a pass.
 
     Attributes:
       carry: State passed to the next layer; a pass replaces it after each layer.
@@ -51,7 +51,7 @@ class RecurrentMixer(Protocol):
     def __call__(
         self,
         place: Place,
-        weights: GatedDelta,
+        weights: Recurrent,
         inputs: Float[jax.Array, "R outputs"],
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
@@ -120,7 +120,7 @@ def attention(
     mixer: SelfAttentionConfig,
     context: AttentionContext,
     place: Place,
-    weights: Attention | LatentAttention | GatedDelta,
+    weights: Attention | LatentAttention | Recurrent,
     qkv: Float[jax.Array, "R outputs"],
     kv: PagedKV,
 ) -> tuple[Float[jax.Array, "R values"], PagedKV]:
@@ -245,28 +245,31 @@ def write_keys(
     )
 
 
-def recurrent_weights(config: ModelConfig, weights: GatedDelta) -> RecurrentWeights:
-    """Returns the weights of a GDN layer other than its two matrices."""
+def recurrent_weights(config: ModelConfig, weights: Recurrent) -> RecurrentWeights:
+    """Returns the weights of a recurrent layer other than its two matrices."""
     return RecurrentWeights(
         conv=weights.conv,
+        conv_bias=weights.conv_bias,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
+        skip=weights.skip,
         norm=weights.norm,
         eps=config.rms_eps,
     )
 
 
-def _sizes(config: ModelConfig) -> GatedDeltaConfig:
+def _sizes(config: ModelConfig) -> RecurrentConfig:
     assert config.recurrent is not None  # a model with such layers has their sizes
     return config.recurrent
 
 
 class PrefillMixer:
-    """GDN layers of a prefill: chunked over each request's rows, with advancing states."""
+    """Recurrent layers of a prefill: chunked over each request's rows, with advancing states."""
 
     def __init__(
         self,
         config: ModelConfig,
+        group: TPGroup,
         states: RecurrentState,
         snapshots: RecurrentState,
         slots: Int[jax.Array, " B"],
@@ -276,13 +279,13 @@ class PrefillMixer:
         save: Int[jax.Array, " B"],
     ) -> None:
         """Initialises the mixer; see `recurrent_layer.prefill`; `carry`: states and snapshots."""
-        self._config, self.carry = config, (states, snapshots)
+        self._config, self._group, self.carry = config, group, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
         self,
         place: Place,
-        weights: GatedDelta,
+        weights: Recurrent,
         inputs: Float[jax.Array, "R outputs"],
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
@@ -290,11 +293,11 @@ class PrefillMixer:
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, snapshots, place)
         out, states, snapshots = recurrent_layer.prefill(*given, *self._where)
-        return out, (states, snapshots)
+        return gated_output(out, inputs, delta, sizes, self._group), (states, snapshots)
 
 
 class VerifyMixer:
-    """GDN layers of a verify: each node continues from its parent, and inputs are kept for replay.
+    """Recurrent layers of a verify: nodes continue from their parents; inputs are kept for replay.
 
     In plain decoding a request has one node, and its recurrent state is advanced in place.
     """
@@ -302,20 +305,22 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
+        group: TPGroup,
         states: RecurrentState,
         slots: Int[jax.Array, " B"],
         nodes: TreeNodes,
         advances: bool,
     ) -> None:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
-        self._config, self._slots, self._nodes = config, slots, nodes
+        self._config, self._group, self._slots, self._nodes = config, group, slots, nodes
         B, N = nodes.row_of.shape
-        self.carry = (states, recurrent_layer.verify_scratch(states, B, N, advances))
+        scratch = recurrent_layer.verify_scratch(states, _sizes(config), B, N, advances)
+        self.carry = (states, scratch)
 
     def __call__(
         self,
         place: Place,
-        weights: GatedDelta,
+        weights: Recurrent,
         inputs: Float[jax.Array, "R outputs"],
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
@@ -326,7 +331,7 @@ class VerifyMixer:
             out, states, scratch = recurrent_layer.verify(*given, scratch)
         else:
             out, states, scratch = recurrent_layer.decode(*given, scratch)
-        return out, (states, scratch)
+        return gated_output(out, inputs, delta, sizes, self._group), (states, scratch)
 
     @property
     def advanced(self) -> RecurrentState:
@@ -345,6 +350,6 @@ class VerifyMixer:
     ) -> tuple[RecurrentState, RecurrentState]:
         """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         (states, scratch), slots = self.carry, self._slots
-        return recurrent_layer.commit(
-            states, snapshots, scratch.kept, slots, path, counts, save_after, save
-        )
+        has_kernel = _sizes(self._config).has_delta
+        commit = recurrent_layer.commit if has_kernel else recurrent_layer.plain_commit
+        return commit(states, snapshots, scratch.kept, slots, path, counts, save_after, save)

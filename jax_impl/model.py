@@ -32,10 +32,7 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import GatedDeltaConfig, MixerConfig, SelfAttentionConfig
-
-STATES = GatedDeltaConfig.kind, 0
-"""Key of the recurrent states, which have one pool."""
+from shared.models.mixers import MixerConfig, SelfAttentionConfig
 
 
 class Forward(NamedTuple):
@@ -126,8 +123,9 @@ def forward(
     mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
         each: partial(attention, config, each, contexts[each.with_kv]) for each in config.attentions
     }
+    states = "" if config.recurrent is None else config.recurrent.kind, 0  # one pool
     if mixer is not None:
-        mixers[config.recurrent], carries[STATES] = mixer, mixer.carry
+        mixers[config.recurrent], carries[states] = mixer, mixer.carry
 
     # Traced and lowered once for all layers of a kind, which differ only in their arrays.
     @partial(jax.jit, static_argnums=(0, 1))
@@ -166,7 +164,7 @@ def forward(
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     if mixer is not None:
-        mixer.carry = carries[STATES]
+        mixer.carry = carries[states]
     hidden = layers.rms_norm(stream.whole, model.weights.final_norm, eps)
     kinds = (each.mixer.kind for each in config.kv_pools)
     pools = tuple(carries[kind, pool].pools for pool, kind in enumerate(kinds))

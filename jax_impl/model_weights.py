@@ -37,15 +37,20 @@ class LatentAttention(NamedTuple):
     heads: LatentWeights
 
 
-class GatedDelta(NamedTuple):
-    """GDN layer. With stacked matrices the small parameters are those of all layers."""
+class Recurrent(NamedTuple):
+    """Recurrent layer: GDN, or Mamba2, which alone has `skip`.
+
+    With stacked matrices the small parameters are those of all layers.
+    """
 
     inputs: Matrix
+    out: Matrix
     conv: Float[jax.Array, "*L C 4"]
+    conv_bias: Float[jax.Array, "*L C"] | None
     a_log: Float[jax.Array, "*L H"]
     dt_bias: Float[jax.Array, "*L H"]
-    norm: Float[jax.Array, "*L V"]
-    out: Matrix
+    skip: Float[jax.Array, "*L H"] | None
+    norm: Float[jax.Array, "*L V_or_values"] | None
 
 
 class Mlp(NamedTuple):
@@ -63,7 +68,7 @@ class Layer(NamedTuple):
     """
 
     input_norm: Norm | None
-    mixer: Attention | LatentAttention | GatedDelta
+    mixer: Attention | LatentAttention | Recurrent
     post_norm: Norm | None
     feed: Mlp | Experts
     mixer_end_norm: Norm | None

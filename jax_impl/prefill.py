@@ -81,6 +81,7 @@ def _read_prompts(
         assert state.snapshots is not None  # slots with states have snapshots
         mixer = PrefillMixer(
             config=target.config,
+            group=target.group,
             states=state.delta,
             snapshots=state.snapshots,
             slots=plan.slots,

@@ -106,8 +106,8 @@ def _mixer(step: Step, trees: VerifyTrees, flat: VerifyRows) -> VerifyMixer | No
         return None
     parents, rows = None if step.program.is_chain else trees.parents, flat.rows
     nodes = TreeNodes(parents, rows.row_starts, flat.row_of, rows.request, flat.node)
-    config, is_plain = step.context.model.config, step.program.shape.is_plain
-    return VerifyMixer(config, delta, step.plan.slots, nodes, is_plain)
+    target, is_plain = step.context.model, step.program.shape.is_plain
+    return VerifyMixer(target.config, target.group, delta, step.plan.slots, nodes, is_plain)
 
 
 def accept(step: Step, trees: VerifyTrees, verified: VerifyOutput) -> AcceptedPath:

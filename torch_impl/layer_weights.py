@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.stacks import BIAS
-from torch_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer, Mlp
+from torch_impl.model_weights import Attention, LatentAttention, Layer, Mlp, Recurrent
 from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
 from torch_impl.ops.gemm.per_layer import PerLayerInput
@@ -21,8 +21,8 @@ Tensors = Mapping[str, Any]
 
 def layers_of(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tuple[Layer, ...]:
     """Returns the decoder layers with parameters of a prefix."""
-    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
-    mixers["latent_attention"] = _latent_attention
+    layers, mixers = [], {"attention": _attention, "gated_delta": _recurrent}
+    mixers |= {"latent_attention": _latent_attention, "mamba2": _recurrent}
     feeds = {"mlp": _mlp, "experts": _experts}
     for i, (each, at) in enumerate(zip(like, places(like), strict=True)):
 
@@ -97,15 +97,18 @@ def matrix_of(tensors: Tensors, name: str, place: int) -> Matrix:
     return replace(stack, bias=tensors.get(f"{name}{BIAS}")).at(place)
 
 
-def _gated_delta(tensors: Tensors, prefix: str, place: int) -> GatedDelta:
-    def at(name: str) -> Tensor:
-        return tensors[f"{prefix}{name}"][place]
+def _recurrent(tensors: Tensors, prefix: str, place: int) -> Recurrent:
+    def at(name: str) -> Any:
+        stack = tensors.get(f"{prefix}{name}")
+        return None if stack is None else stack[place]
 
-    return GatedDelta(
+    return Recurrent(
         inputs=matrix_of(tensors, f"{prefix}inputs", place),
+        out=matrix_of(tensors, f"{prefix}out", place),
         conv=at("conv"),
+        conv_bias=at("conv_bias"),
         a_log=at("a_log"),
         dt_bias=at("dt_bias"),
+        skip=at("skip"),
         norm=at("norm"),
-        out=matrix_of(tensors, f"{prefix}out", place),
     )

@@ -1,4 +1,4 @@
-"""Model layers on flat rows: attention on paged KV, MLP, MoE and gated DeltaNet (GDN)."""
+"""Model layers on flat rows: attention on paged KV, MLP, MoE and recurrent layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from torch import Tensor
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
-    GatedDeltaConfig,
     LatentAttentionConfig,
+    RecurrentConfig,
     SelfAttentionConfig,
 )
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
 from shared.spec.mrope import mrope_section_map
-from torch_impl.model_weights import Attention, GatedDelta, LatentAttention, Layer
+from torch_impl.model_weights import Attention, LatentAttention, Layer, Recurrent
 from torch_impl.ops.attention import attention_layer, latent_attention
 from torch_impl.ops.attention.attention import KV, AttentionRows, with_sliding_window
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
@@ -28,14 +28,14 @@ from torch_impl.ops.gemm.linear import Matrix, NormedStream
 from torch_impl.ops.moe.experts import Experts, added_experts
 from torch_impl.ops.recurrent import recurrent_layer
 from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
-from torch_impl.ops.recurrent.recurrent_mixer import RecurrentWeights
+from torch_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output
 from torch_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 
 Hidden = Float[Tensor, "R hidden"]
 
-RecurrentMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
-"""Runs a GDN layer of a pass: maps its index among the GDN layers, its weights and its projected
-inputs to the head outputs after the gated norm."""
+RecurrentMixer = Callable[[int, Recurrent, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
+"""Runs a recurrent layer of a pass: maps its index among those layers, its weights and its
+projected inputs to the head outputs after the gated norm."""
 
 Feed = Callable[[ModelConfig, Layer, NormedStream, Float[Tensor, " hidden"] | None], NormedStream]
 """Adds the MLP or MoE block of a layer to the residual stream; the norm is fused into it."""
@@ -124,7 +124,7 @@ def attention(
     mixer: SelfAttentionConfig,
     context: AttentionContext,
     place: int,
-    weights: Attention | LatentAttention | GatedDelta,
+    weights: Attention | LatentAttention | Recurrent,
     qkv: Float[Tensor, "R outputs"],
 ) -> Float[Tensor, "R values"]:
     """Runs attention on a layer's input projection; the KV that it reads is at index `place`."""
@@ -239,28 +239,31 @@ def write_keys(
     attention_layer.write_kv(projected, Heads.of(config.attention), norms, rope, rows, kv, place)
 
 
-def recurrent_weights(config: ModelConfig, weights: GatedDelta) -> RecurrentWeights:
-    """Returns the weights of a GDN layer other than its two matrices."""
+def recurrent_weights(config: ModelConfig, weights: Recurrent) -> RecurrentWeights:
+    """Returns the weights of a recurrent layer other than its two matrices."""
     return RecurrentWeights(
         conv=weights.conv,
+        conv_bias=weights.conv_bias,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
+        skip=weights.skip,
         norm=weights.norm,
         eps=config.rms_eps,
     )
 
 
-def _sizes(config: ModelConfig) -> GatedDeltaConfig:
+def _sizes(config: ModelConfig) -> RecurrentConfig:
     assert config.recurrent is not None  # a model with such layers has their sizes
     return config.recurrent
 
 
 class PrefillMixer:
-    """GDN layers of a prefill: chunked over each request's rows, with advancing states."""
+    """Recurrent layers of a prefill: chunked over each request's rows, with advancing states."""
 
     def __init__(
         self,
         config: ModelConfig,
+        group: TPGroup,
         states: RecurrentState,
         snapshots: RecurrentState,
         slots: Int[Tensor, " B"],
@@ -270,18 +273,19 @@ class PrefillMixer:
         save: Int[Tensor, " B"],
     ) -> None:
         """Initialises the mixer; see `recurrent_layer.prefill`."""
-        self._config, self._pools = config, (states, snapshots)
+        self._config, self._group, self._pools = config, group, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
-        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
+        self, place: int, weights: Recurrent, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
-        return recurrent_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
+        out = recurrent_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
+        return gated_output(out, inputs, delta, sizes, self._group)
 
 
 class VerifyMixer:
-    """GDN layers of a verify: each node continues from its parent, and inputs are kept for replay.
+    """Recurrent layers of a verify: nodes continue from their parents; inputs are kept for replay.
 
     In plain decoding a request has one node, and its recurrent state is advanced in place.
     """
@@ -289,24 +293,28 @@ class VerifyMixer:
     def __init__(
         self,
         config: ModelConfig,
+        group: TPGroup,
         states: RecurrentState,
         slots: Int[Tensor, " B"],
         nodes: TreeNodes,
         advances: bool,
     ) -> None:
         """Initialises the mixer; `advances` is True in a step of plain decoding."""
-        self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
+        self._config, self._group, self._states = config, group, states
+        self._slots, self._nodes = slots, nodes
         B, N = nodes.row_of.shape
-        self._scratch = recurrent_layer.verify_scratch(states, B, N, advances)
+        self._scratch = recurrent_layer.verify_scratch(states, _sizes(config), B, N, advances)
 
     def __call__(
-        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
+        self, place: int, weights: Recurrent, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, ReplayInputs):
-            return recurrent_layer.verify(*given, self._scratch)
-        return recurrent_layer.decode(*given, self._scratch)
+            out = recurrent_layer.verify(*given, self._scratch)
+        else:
+            out = recurrent_layer.decode(*given, self._scratch)
+        return gated_output(out, inputs, delta, sizes, self._group)
 
     @property
     def advanced(self) -> RecurrentState:
@@ -324,4 +332,6 @@ class VerifyMixer:
     ) -> None:
         """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         states, kept, slots = self._states, self._scratch.kept, self._slots
-        recurrent_layer.commit(states, snapshots, kept, slots, path, counts, save_after, save)
+        has_kernel = _sizes(self._config).has_delta
+        commit = recurrent_layer.commit if has_kernel else recurrent_layer.plain_commit
+        commit(states, snapshots, kept, slots, path, counts, save_after, save)

@@ -39,15 +39,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class GatedDelta:
-    """GDN layer."""
+class Recurrent:
+    """Recurrent layer: GDN, or Mamba2, which alone has `skip`."""
 
     inputs: Matrix
+    out: Matrix
     conv: Float[Tensor, "C 4"]
+    conv_bias: Float[Tensor, " C"] | None
     a_log: Float[Tensor, " H"]
     dt_bias: Float[Tensor, " H"]
-    norm: Float[Tensor, " V"]
-    out: Matrix
+    skip: Float[Tensor, " H"] | None
+    norm: Float[Tensor, " V_or_values"] | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Layer:
     """
 
     input_norm: Float[Tensor, " hidden"] | None
-    mixer: Attention | LatentAttention | GatedDelta
+    mixer: Attention | LatentAttention | Recurrent
     post_norm: Float[Tensor, " hidden"] | None
     feed: Mlp | Experts
     mixer_end_norm: Float[Tensor, " hidden"] | None

@@ -79,6 +79,7 @@ def _read_prompts(step: Step, prompts: PrefillChunks) -> tuple[Forward, Bool[Ten
     is_saved &= plan.save != 0
     mixer = PrefillMixer(
         config=target.config,
+        group=target.group,
         states=state.delta,
         snapshots=state.snapshots,
         slots=plan.slots,

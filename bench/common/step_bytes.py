@@ -21,7 +21,7 @@ from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat, plane_bytes
 from shared.models.groups import pool_bytes
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
@@ -46,7 +46,7 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
         kv = cache_bytes(group.config.with_kv.cache_specs, item) * len(group)
         moved += batch * context * kv
     for group in config.groups:
-        if isinstance(group.config, GatedDeltaConfig):
+        if isinstance(group.config, RecurrentConfig):
             recurrent, _ = group.config.cache_specs
             touched = 2 if shape.is_plain else 3
             moved += touched * batch * recurrent.piece_bytes(item) * len(group)

@@ -50,7 +50,8 @@ class StandaloneDrafter(NamedTuple):
         is_saved = recurrent_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, committed.rows.request)
         save = jnp.where(is_saved, plan.save, 0)
-        mixer = PrefillMixer(self.small.config, *pools, *where, save_after, save)
+        small = self.small
+        mixer = PrefillMixer(small.config, small.group, *pools, *where, save_after, save)
         kv = self._forward(memory.kv, committed.rows, committed.tokens, mixer).kv
         delta, snapshots = mixer.carry
         return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
@@ -73,7 +74,8 @@ class StandaloneDrafter(NamedTuple):
             None, committed.rows.row_starts, row_of, committed.rows.request, place.reshape(-1)
         )
         states = _in_slots(memory, plan.slots, before)
-        mixer = VerifyMixer(self.small.config, states, plan.slots, nodes, False)
+        small = self.small
+        mixer = VerifyMixer(small.config, small.group, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, committed.rows, committed.tokens, mixer).kv
         save = (plan.save_at - before, plan.save)
         delta, snapshots = mixer.commit(memory.snapshots, place, counts, *save)
@@ -95,7 +97,8 @@ class StandaloneDrafter(NamedTuple):
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
                 request = starts[:-1]
                 nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
-                mixer = VerifyMixer(self.small.config, states, request, nodes, True)
+                small = self.small
+                mixer = VerifyMixer(small.config, small.group, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
             scored = model.lm_head_input(self.small, passed.hidden)
             return scored, None if mixer is None else mixer.advanced, passed.kv

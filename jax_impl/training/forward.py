@@ -20,7 +20,7 @@ from jax_impl.training.layers import Rows, normed
 from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
 from shared.models.activation import SILU_AND_MUL
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig
+from shared.models.mixers import AttentionConfig, Mamba2Config
 from shared.models.mlp import MoEConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
@@ -60,6 +60,7 @@ def check_trained(config: ModelConfig) -> None:
     biases = [each.input_bias or each.out_bias for each in kept]
     factors = (config.embedding_factor, config.residual_factor, config.logits_factor)
     missing = {
+        "Mamba2 layers": isinstance(config.recurrent, Mamba2Config),
         "latent attention": len(kept) < len(config.attentions),
         "norms after mixers and MLPs": config.ends_with_norms,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,

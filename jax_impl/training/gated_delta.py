@@ -31,8 +31,9 @@ def layer(config: ModelConfig, weights: GatedDeltaStack, place: int, x: Rows, B:
     `place` is the index among the GDN layers. Each sequence has a multiple of CHUNK tokens.
     """
     sizes = config.recurrent
-    assert sizes is not None  # the config has such layers
-    channels, z, b, a = recurrent_mixer.split_inputs(linear(x, weights.inputs[place]), sizes)
+    assert isinstance(sizes, GatedDeltaConfig)  # the config has such layers
+    channels, z, gated = recurrent_mixer.split_inputs(linear(x, weights.inputs[place]), sizes)
+    b, a = jnp.split(gated, 2, axis=1)
     q, k, v = _qkv(sizes, weights, place, channels, B)
     gates = gated_delta.gates(b, a, weights.a_log[place], weights.dt_bias[place])
     rows = (part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v, *gates))

@@ -16,7 +16,12 @@ from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.dflash2 import ConvConfig
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, LatentAttentionConfig
+from shared.models.mixers import (
+    AttentionConfig,
+    GatedDeltaConfig,
+    LatentAttentionConfig,
+    Mamba2Config,
+)
 from shared.models.sentence_list import sentence_list
 
 
@@ -104,7 +109,7 @@ def _latent_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program)
 def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
         delta = model.recurrent
-        if delta is None or program.work in WITHOUT_LAYERS:
+        if not isinstance(delta, GatedDeltaConfig) or program.work in WITHOUT_LAYERS:
             continue
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
             if size not in takes.delta_sizes:
@@ -127,9 +132,24 @@ def _tower_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) 
 
 
 def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    if program.work is not StepKind.PREFILL:
+        return None
+    if _has_mamba2(blueprint):
+        return _MAMBA2
     has_layers = any(model.recurrent is not None for model in _models(blueprint))
-    is_fed = has_layers and program.work is StepKind.PREFILL
-    return _dtype_fault(takes, blueprint, program) if is_fed else None
+    return _dtype_fault(takes, blueprint, program) if has_layers else None
+
+
+def _mamba2_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    is_run = program.work not in (*WITHOUT_LAYERS, StepKind.PREFILL)
+    return _MAMBA2 if is_run and _has_mamba2(blueprint) else None
+
+
+_MAMBA2 = "recurrent layers with the gated delta rule, got Mamba2 layers"
+
+
+def _has_mamba2(blueprint: BackendSpec) -> bool:
+    return any(isinstance(model.recurrent, Mamba2Config) for model in _models(blueprint))
 
 
 def _convolution_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
@@ -155,6 +175,8 @@ def _experts_size_fault(
     for model in _models(blueprint):
         if (experts := model.experts) is None:
             continue
+        if experts.output_factor != 1:
+            return f"experts without a residual multiplier, got {experts.output_factor:g}"
         if experts.shared_intermediate and not experts.shares_stacks:
             own, all_of = experts.shared_intermediate, experts.intermediate
             return f"shared experts of the same width as the others ({all_of}), got {own}"
@@ -175,6 +197,7 @@ OPERATIONS = (
     Operation("latent_attention", _latent_fault, is_refused=True),
     Operation("recurrent_layer", _delta_fault, is_refused=True),
     Operation("recurrent_layer.prefill", _feed_fault, is_refused=False),
+    Operation("recurrent_layer.verify", _mamba2_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("convolution", _convolution_fault, is_refused=False),

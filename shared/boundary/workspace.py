@@ -16,7 +16,7 @@ from shared.boundary.transfer_spec import TRANSFERS
 from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
-from shared.models.mixers import GatedDeltaConfig, LatentAttentionConfig, SelfAttentionConfig
+from shared.models.mixers import LatentAttentionConfig, RecurrentConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
 from shared.models.parameters import parameters
 from shared.spec.attention import QUERIES
@@ -237,13 +237,14 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
     delta = model.recurrent
     if delta is None:
         return 0
-    heads = 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
+    num_heads, keys, values = delta.state_shape
+    heads = 4 * num_heads * (keys + values + 1 + delta.has_delta)
     if program.tokens:
         per_row = heads + 4 * delta.channels
     else:
         kept = delta.channels * item + heads * (not program.shape.is_plain)
-        per_row = kept * sum(isinstance(each.mixer, GatedDeltaConfig) for each in model.layers)
-    states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
+        per_row = kept * sum(isinstance(each.mixer, RecurrentConfig) for each in model.layers)
+    states = 2 * program.batch * math.prod(delta.state_shape)
     return rows_of(program) * per_row + 4 * states
 
 

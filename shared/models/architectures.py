@@ -3,7 +3,15 @@
 from shared.models.config_classes.config_class import ConfigClass
 from shared.models.config_fields import Json, listed, object_of, word
 from shared.models.family import Family
-from shared.models.family_records import deepseek, gemma, gpt_oss, llama, minimax, qwen
+from shared.models.family_records import (
+    deepseek,
+    gemma,
+    gpt_oss,
+    llama,
+    mamba2,
+    minimax,
+    qwen,
+)
 
 FAMILIES: dict[str, Family] = dict(
     sorted(
@@ -12,6 +20,7 @@ FAMILIES: dict[str, Family] = dict(
             | gemma.FAMILIES
             | gpt_oss.FAMILIES
             | llama.FAMILIES
+            | mamba2.FAMILIES
             | minimax.FAMILIES
             | qwen.FAMILIES
         ).items()
@@ -24,6 +33,7 @@ ARCHITECTURES: dict[str, str] = (
     | gemma.ARCHITECTURES
     | gpt_oss.ARCHITECTURES
     | llama.ARCHITECTURES
+    | mamba2.ARCHITECTURES
     | minimax.ARCHITECTURES
     | qwen.ARCHITECTURES
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from shared.models.sharded_range import ShardedRange
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element, by the dtype of a model."""
 
@@ -51,8 +53,8 @@ class CacheArraySpec:
       shape: Shape of an entry.
       heads: Axis of `shape` that is sharded over TP ranks; None if every rank has the whole array.
       float32: True if stored in float32 whatever the dtype of the model.
-      ranges: Sizes of consecutive ranges of the sharded axis, if each of them is sharded by itself;
-        empty if the axis is sharded as a whole.
+      ranges: Consecutive ranges of the sharded axis, if each of them is sharded by itself; empty if
+        the axis is sharded as a whole.
     """
 
     name: str
@@ -60,7 +62,7 @@ class CacheArraySpec:
     shape: tuple[int, ...]
     heads: int | None
     float32: bool = False
-    ranges: tuple[int, ...] = ()
+    ranges: tuple[ShardedRange, ...] = ()
 
     @property
     def sections(self) -> tuple[ColumnSection, ...]:
@@ -68,8 +70,8 @@ class CacheArraySpec:
         if self.heads is None:
             return (ColumnSection(prod(self.shape), None),)
         per_unit = prod(self.shape[self.heads + 1 :])
-        ranges = self.ranges or (self.shape[self.heads],)
-        return tuple(ColumnSection(units * per_unit, units) for units in ranges)
+        ranges = self.ranges or (ShardedRange(self.shape[self.heads]),)
+        return tuple(ColumnSection(x.size * per_unit, x.size // x.unit) for x in ranges)
 
     def piece_bytes(self, item: int) -> int:
         """Returns the bytes of an entry in one layer; `item` is the element size of the model's

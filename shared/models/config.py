@@ -21,8 +21,8 @@ from shared.models.groups import (
 from shared.models.layers import LayerConfig
 from shared.models.mixers import (
     AttentionConfig,
-    GatedDeltaConfig,
     MixerConfig,
+    RecurrentConfig,
     SelfAttentionConfig,
 )
 from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
@@ -54,8 +54,10 @@ class ModelConfig:
       has_layer_scalars: True if a layer multiplies its output by a stored number.
       per_layer_size: Width of the per-layer embeddings of a token (`shared.models.per_layer`); 0
         without them.
-      fused_projections: True if the checkpoint fuses q, k and v into one tensor, and gate and up
-        into another.
+      fused_qkv, fused_gate_up: True if the checkpoint fuses q, k and v, and gate and up, into one
+        tensor.
+      tensor_names: Beginnings of tensor names within a layer, or outside of layers, each with the
+        one that replaces it in the checkpoint.
       mtp: MTP layers that the config names; None without any.
       drafts_trees: True if its EAGLE heads draft trees by default.
       context_length: Maximum number of tokens.
@@ -63,7 +65,7 @@ class ModelConfig:
 
     Raises:
       ValueError: No layer is an attention layer, a layer reads the KV of a layer that it cannot
-        read (`check_kv_sharing`), or GDN layers or MoE blocks differ in size.
+        read (`check_kv_sharing`), or recurrent layers or MoE blocks differ in size.
     """
 
     name: str
@@ -82,7 +84,9 @@ class ModelConfig:
     sandwich_norms: bool
     has_layer_scalars: bool
     per_layer_size: int
-    fused_projections: bool
+    fused_qkv: bool
+    fused_gate_up: bool
+    tensor_names: tuple[tuple[str, str], ...]
     mtp: MtpLayers | None
     drafts_trees: bool
     context_length: int
@@ -92,13 +96,16 @@ class ModelConfig:
         if not self.attentions:
             raise ValueError("layer_types must contain at least one full_attention layer")
         check_kv_sharing(self.layers)
-        for unique, plural in ((GatedDeltaConfig, "GDN layers"), (MoEConfig, "MoE blocks")):
+        for unique, plural in ((RecurrentConfig, "recurrent layers"), (MoEConfig, "MoE blocks")):
             parts = [each.config for each in (*self.groups, *self.mlp_groups)]
             if sum(isinstance(part, unique) for part in parts) > 1:
                 raise ValueError(f"{plural} of different sizes are not supported")
-        if self.experts and (self.ends_with_norms or self.residual_factor != 1):
+        if self.experts and self.ends_with_norms:
+            raise ValueError("MoE layers with post-norms are not supported")
+        if self.experts and self.experts.output_factor != self.residual_factor:
             raise ValueError(
-                "MoE layers with post-norms or with a residual multiplier are not supported"
+                f"output_factor of MoE layers ({self.experts.output_factor:g}) must equal the "
+                f"model's residual_factor ({self.residual_factor:g})"
             )
 
     @cached_property
@@ -138,7 +145,13 @@ class ModelConfig:
     @property
     def stack_settings(self) -> StackSettings:
         """Settings that determine the parameters of mixers and MLPs."""
-        return StackSettings(self.hidden, self.hidden, self.norm_centre, self.fused_projections)
+        return StackSettings(
+            hidden=self.hidden,
+            inputs=self.hidden,
+            norm_centre=self.norm_centre,
+            fused_qkv=self.fused_qkv,
+            fused_gate_up=self.fused_gate_up,
+        )
 
     @property
     def norm_centre(self) -> float:
@@ -169,9 +182,9 @@ class ModelConfig:
         return tuple(dict.fromkeys(found))
 
     @property
-    def recurrent(self) -> GatedDeltaConfig | None:
-        """Config of GDN layers; None if there are none."""
-        found = (x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaConfig))
+    def recurrent(self) -> RecurrentConfig | None:
+        """Config of recurrent layers; None if there are none."""
+        found = (x.mixer for x in self.layers if isinstance(x.mixer, RecurrentConfig))
         return next(found, None)
 
     @property

@@ -17,7 +17,8 @@ class Routing:
       is_renormalised: True if the weights of selected experts are renormalised and `norm_topk_prob`
         is not read.
       reads_renormalised: True if `norm_topk_prob` is read.
-      has_shared: True if there is one shared expert of width `shared_expert_intermediate_size`.
+      shared_field: Field with the width of the one shared expert; None without one.
+      has_shared_gate: True if that expert has a gate per token.
       counts_shared: True if there are `n_shared_experts` shared experts, stored as one MLP.
       has_groups: True if experts are selected within groups and weights have a routed scaling
         factor.
@@ -32,7 +33,8 @@ class Routing:
     scores: str = "softmax"
     is_renormalised: bool = False
     reads_renormalised: bool = True
-    has_shared: bool = False
+    shared_field: str | None = None
+    has_shared_gate: bool = False
     counts_shared: bool = False
     has_groups: bool = False
     steps: bool = False
@@ -51,8 +53,13 @@ FIXED = {
 """Optional fields with their only supported value."""
 
 
-def read_experts(text: Json, routing: Routing) -> MoEConfig:
+def read_experts(text: Json, routing: Routing, output_factor: float) -> MoEConfig:
     """Reads the MoE config of a config.json.
+
+    Args:
+      text: Fields of a config.json with defaults for absent ones.
+      routing: MoE settings of the family.
+      output_factor: See `MoEConfig`.
 
     Raises:
       ValueError: A field is missing or has an unsupported value.
@@ -61,7 +68,7 @@ def read_experts(text: Json, routing: Routing) -> MoEConfig:
     is_renormalised = routing.is_renormalised
     if routing.reads_renormalised:
         is_renormalised = flag(text, "norm_topk_prob")
-    shared = positive(text, "shared_expert_intermediate_size") if routing.has_shared else 0
+    shared = 0 if routing.shared_field is None else positive(text, routing.shared_field)
     if routing.counts_shared:
         shared = width * count(text, "n_shared_experts")
     return MoEConfig(
@@ -69,13 +76,14 @@ def read_experts(text: Json, routing: Routing) -> MoEConfig:
         top_k=positive(text, "num_experts_per_tok"),
         intermediate=width,
         shared_intermediate=shared,
-        shared_is_gated=routing.has_shared,
+        shared_is_gated=routing.has_shared_gate,
         scores=routing.scores,
         has_score_bias=is_sigmoid,
         num_groups=positive(text, "n_group") if routing.has_groups else 1,
         num_chosen_groups=positive(text, "topk_group") if routing.has_groups else 1,
         is_renormalised=is_renormalised,
         routed_factor=number(text, "routed_scaling_factor") if routing.has_groups else 1.0,
+        output_factor=output_factor,
         has_bias=routing.has_bias,
         activation=_activation(text, routing.activation),
         tensors=routing.tensors,

@@ -7,6 +7,7 @@ from typing import Any
 from shared.models.activation import SILU
 from shared.models.config_classes.config_class import ConfigClass
 from shared.models.experts import Routing
+from shared.models.mamba2_fields import Mamba2Fields
 from shared.models.mtp import MtpFormat
 
 
@@ -31,11 +32,13 @@ class Family:
       is_hybrid: True for GDN layers, output gates and zero-centred norms.
       has_fused_delta: See `GatedDeltaConfig.has_fused_inputs`.
       mtp: Format of MTP layers; None if no checkpoint of the family has any.
-      drafts_trees, fused_projections: See `ModelConfig`.
+      mamba: Fields of Mamba2 layers; None for a family without them.
+      drafts_trees, fused_qkv, fused_gate_up, tensor_names: See `ModelConfig`.
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
       sliding_window: Fields that enable sliding windows.
       has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
+      has_optional_rope: True if only `position_embedding_type: rope` enables rotary embedding.
       nope_layers: True if some layers have no rotary embedding (NoPE).
       scales_queries: True if queries may be scaled by position (long-context query scaling).
       post_norm: See `ModelConfig`.
@@ -51,6 +54,7 @@ class Family:
       has_layer_scalars: See `ModelConfig`.
       zero_centered, sandwich_norms: See `ModelConfig`; hybrid families are zero-centred, too.
       activation: Kind of activation of dense MLPs.
+      mlp_width_field: Field with the width of dense MLPs.
       scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
       routing: MoE settings; None for a dense family.
       norms_all_heads: See `AttentionConfig`.
@@ -68,11 +72,15 @@ class Family:
     has_fused_delta: bool = False
     mtp: MtpFormat | None = None
     drafts_trees: bool = False
-    fused_projections: bool = False
+    mamba: Mamba2Fields | None = None
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    tensor_names: tuple[tuple[str, str], ...] = ()
     input_bias: bool = False
     biases: tuple[str, ...] = ()
     sliding_window: SlidingWindowRule = SlidingWindowRule.NEVER
     has_factors: bool = False
+    has_optional_rope: bool = False
     nope_layers: bool = False
     scales_queries: bool = False
     post_norm: bool = False
@@ -87,6 +95,7 @@ class Family:
     zero_centered: bool = False
     sandwich_norms: bool = False
     activation: str = SILU
+    mlp_width_field: str = "intermediate_size"
     scales_full_layers: bool = False
     routing: Routing | None = None
     norms_all_heads: bool = False

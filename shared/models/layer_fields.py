@@ -17,6 +17,7 @@ from shared.models.config_fields import (
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
 from shared.models.layers import LayerConfig
+from shared.models.mamba2_fields import mixer_types, read_mamba2
 from shared.models.mixers import (
     AttentionConfig,
     GatedDeltaConfig,
@@ -176,12 +177,14 @@ def read_layers(
       ValueError: A field is missing, or contradicts another; the message names it.
     """
     types, feeds = _layer_types(text, family), _feeds(text, family)
+    if family.has_optional_rope and text["position_embedding_type"] != "rope":
+        attention = _without_rope(attention)
     mixers: dict[str, MixerConfig] = {FULL: attention}
     if SLIDING in types:
         assert isinstance(attention, AttentionConfig)  # families with windows have no other
         mixers[SLIDING] = _sliding(text, attention, context_length)
     if LINEAR in types:
-        mixers[LINEAR] = _gated_delta(text, family)
+        mixers[LINEAR] = read_mamba2(text) if family.mamba else _gated_delta(text, family)
     layers = [
         LayerConfig(mixer=mixers[kind], mlp=feed) for kind, feed in zip(types, feeds, strict=True)
     ]
@@ -281,9 +284,10 @@ def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
     found: dict[bool, MLPConfig | MoEConfig] = {}
     sparse = sparse_layers(text, family.routing, _num_layers(text))
     if family.routing is not None and True in sparse:
-        found[True] = read_experts(text, family.routing)
+        factor = read_factor(text, family, "residual_multiplier")
+        found[True] = read_experts(text, family.routing, factor)
     if False in sparse:
-        width = positive(text, "intermediate_size")
+        width = positive(text, family.mlp_width_field)
         found[False] = MLPConfig(
             intermediate=width,
             bias=flag(text, "mlp_bias"),
@@ -297,10 +301,14 @@ def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
     found = []
     for layer, turns in zip(layers, rope_layers(text, len(layers)), strict=True):
         if not turns and isinstance(layer.mixer, AttentionConfig):
-            still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
-            layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
+            layer = replace(layer, mixer=_without_rope(layer.mixer))
         found.append(layer)
     return found
+
+
+def _without_rope(attention: SelfAttentionConfig) -> SelfAttentionConfig:
+    still = replace(attention.rotary, type="none", attention_factor=1.0)
+    return replace(attention, rotary=still)
 
 
 def _num_layers(text: Json) -> int:
@@ -309,7 +317,10 @@ def _num_layers(text: Json) -> int:
 
 def _layer_types(text: Json, family: Family) -> list[str]:
     """Returns the mixer type of each layer, from `layer_types` or the fields that replace it."""
-    num_layers, types = _num_layers(text), listed(text, "layer_types", str)
+    num_layers = _num_layers(text)
+    if family.mamba is not None:
+        return mixer_types(text, family.mamba, num_layers)
+    types = listed(text, "layer_types", str)
     by_flag = family.sliding_window in (SlidingWindowRule.BY_FLAG, SlidingWindowRule.WHOLE_BY_FLAG)
     asks = family.sliding_window is SlidingWindowRule.BY_SIZE or (
         by_flag and flag(text, "use_sliding_window")

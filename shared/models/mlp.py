@@ -59,7 +59,7 @@ class MLPConfig:
         gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
         if not self.activation.is_gated:
             del gate_up["mlp.gate_proj.weight"]
-        elif settings.fused_projections:
+        elif settings.fused_gate_up:
             gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
         down = {"mlp.down_proj.weight": wide[::-1]}
         columns = (ShardedRange(settings.hidden),)
@@ -116,6 +116,7 @@ class MoEConfig:
         best groups.
       is_renormalised: True if the weights of selected experts are divided by their sum.
       routed_factor: Final multiplier of the weights.
+      output_factor: Multiplier of the output, which is added to the residual stream.
       has_bias: True if the router and both matrices of an expert have a bias.
       activation: Activation of the experts.
       tensors: Names and layout in a checkpoint.
@@ -137,6 +138,7 @@ class MoEConfig:
     num_chosen_groups: int
     is_renormalised: bool
     routed_factor: float
+    output_factor: float
     has_bias: bool
     activation: Activation
     tensors: ExpertTensors
@@ -220,6 +222,8 @@ class MoEConfig:
         shared = "mlp.shared_expert." if self.shared_is_gated else "mlp.shared_experts."
         wide = (self.shared_intermediate, hidden)
         gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")[-self._projections :]}
+        if settings.fused_gate_up:
+            gate_up = {f"{shared}gate_up_proj.weight": (2 * wide[0], hidden)}
         down = {f"{shared}down_proj.weight": wide[::-1]}
         joined = self.shares_stacks
         tensors += [

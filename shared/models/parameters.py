@@ -7,6 +7,7 @@ stacked again: `experts.gate_up` is `[layers, experts, out, in]`. The stacks of 
 are defined by its config.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from shared.models.config import ModelConfig
 from shared.models.groups import group
 from shared.models.layers import LayerConfig
 from shared.models.mtp import MtpLayers
-from shared.models.parameter import Parameter
+from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm, stack
 
 DRAFT_HEAD = "draft_lm_head"
@@ -38,7 +39,30 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
         if config.mtp is None:
             raise ValueError("the model's config.json names no MTP layer")
         tensors += _mtp_parameters(config, config.mtp)
-    return tensors
+    return [_as_stored(each, config.tensor_names) for each in tensors]
+
+
+_PLACE = re.compile(r"(?:layers\.\d+\.)?")
+
+
+def _as_stored(parameter: Parameter, names: Sequence[tuple[str, str]]) -> Parameter:
+    """Returns a parameter that is loaded from the tensors of a family's own names."""
+    if not names:
+        return parameter
+    pieces = (tuple(_renamed(x, names) for x in sources) for sources in parameter.pieces)
+    return replace(parameter, pieces=tuple(pieces))
+
+
+def _renamed(source: CheckpointTensor, names: Sequence[tuple[str, str]]) -> CheckpointTensor:
+    place = _PLACE.match(source.name)
+    assert place is not None  # the pattern matches the empty string
+    name = source.name[place.end() :]
+    for usual, stored in names:
+        if name.startswith(usual):
+            name = stored + name.removeprefix(usual)
+            break
+    parts = tuple(_renamed(part, names) for part in source.parts)
+    return replace(source, name=place[0] + name, parts=parts)
 
 
 def divided_parameters(

@@ -22,13 +22,14 @@ class StackSettings:
       hidden: Width of the residual stream.
       inputs: Input width of a mixer's input projection, usually `hidden`.
       norm_centre: Constant added to the stored weight of a norm.
-      fused_projections: See `ModelConfig`.
+      fused_qkv, fused_gate_up: See `ModelConfig`.
     """
 
     hidden: int
     inputs: int
     norm_centre: float
-    fused_projections: bool
+    fused_qkv: bool
+    fused_gate_up: bool
 
 
 def bias(

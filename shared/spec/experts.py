@@ -179,4 +179,6 @@ def added_experts(
     """
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
+    if config.output_factor != 1:
+        added = added * np.float32(config.output_factor)
     return stream.with_next_norm((rows + added).astype(rows.dtype), norm)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec.recurrent_mixer import (
     RecurrentWeights,
     recurrent_decode,
@@ -55,7 +55,7 @@ def put(
 def prefill(
     inputs: Float[np.ndarray, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],
@@ -86,7 +86,7 @@ def prefill(
 def verify(
     inputs: Float[np.ndarray, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],
@@ -109,7 +109,7 @@ def verify(
 def decode(
     inputs: Float[np.ndarray, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[np.ndarray, " B"],

@@ -20,7 +20,7 @@ WINDOW = 3
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """States of a batch of rows in all GDN layers.
+    """States of a batch of rows in all recurrent layers.
 
     Attributes:
       recurrent: Recurrent state, float32.
@@ -33,12 +33,15 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class ReplayInputs:
-    """Inputs of a verify step's nodes in all GDN layers, stored unchanged for state replay."""
+    """Inputs of a verify step's nodes in all recurrent layers, stored unchanged for state replay.
+
+    Without the delta rule there is no `beta`.
+    """
 
     k: Float[np.ndarray, "L B N H K"]
     v: Float[np.ndarray, "L B N H V"]
     log_decay: Float[np.ndarray, "L B N H"]
-    beta: Float[np.ndarray, "L B N H"]
+    beta: Float[np.ndarray, "L B N H"] | None
     inputs: Float[np.ndarray, "L B N C"]
 
 
@@ -46,12 +49,14 @@ def conv(
     windows: Float[np.ndarray, "*rows 3 C"],
     inputs: Float[np.ndarray, "*rows C"],
     weight: Float[np.ndarray, "C 4"],
+    bias: Float[np.ndarray, " C"] | None,
 ) -> Float[np.ndarray, "*rows C"]:
     """Computes the depthwise causal convolution of width 4, then SiLU; `windows` are the inputs
     before.
     """
     taps = np.concatenate([windows, inputs[..., None, :]], axis=-2)
-    return layers.silu(np.sum(taps * weight.T, axis=-2))
+    total = np.sum(taps * weight.T, axis=-2)
+    return layers.silu(total if bias is None else total + bias)
 
 
 def chain_windows(
@@ -115,15 +120,15 @@ def replay(
       The states after the path; the snapshots; and True for rows whose snapshot was passed, that is
       `1 <= save_after <= counts`. Other snapshots are undefined.
     """
-    rows = np.arange(len(path))
-    k, v, log_decay, beta, inputs = (
-        x[:, rows[:, None], path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
+    rows = np.arange(len(path))[:, None]
+    k, v, log_decay, inputs = (
+        x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.inputs)
     )
+    beta = None if kept.beta is None else kept.beta[:, rows, path]
     recurrent = saved = state.recurrent
     for i in range(path.shape[1]):
-        after = gated_delta.update(
-            recurrent, k[:, :, i], v[:, :, i], log_decay[:, :, i], beta[:, :, i]
-        )
+        own = None if beta is None else beta[:, :, i]
+        after = gated_delta.update(recurrent, k[:, :, i], v[:, :, i], log_decay[:, :, i], own)
         recurrent = np.where(np.greater(counts, i)[None, :, None, None, None], after, recurrent)
         saved = np.where(np.equal(save_after, i + 1)[None, :, None, None, None], recurrent, saved)
     passed = (save_after >= 1) & (save_after <= counts)

@@ -159,6 +159,14 @@ def test_float32_vision_encoder_counted_on_gpu(platform):
     assert fallbacks_of(platform, CONFIG, tower=tower) == ()
 
 
+@each_platform
+def test_mamba2_layers_counted_on_gpu(platform):
+    found = fallbacks_of(platform, config_with(tiny_model("bamba", 0)[0], head_size=16))
+    assert [each.name for each in found] == ["recurrent_layer.prefill", "recurrent_layer.verify"]
+    reason = "recurrent layers with the gated delta rule, got Mamba2 layers"
+    assert {each.reason for each in found} == {reason}
+
+
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
 
 

@@ -136,5 +136,5 @@ def test_model_config_rejects_contradicting_kv_source(has_kv, source):
 
 def test_model_config_rejects_states_of_different_sizes():
     odd = LayerConfig(mixer=replace(MODEL.recurrent, num_value_heads=8), mlp=MODEL.dense)
-    with pytest.raises(ValueError, match="GDN layers of different sizes"):
+    with pytest.raises(ValueError, match="recurrent layers of different sizes"):
         replace(MODEL, layers=(*MODEL.layers, odd))

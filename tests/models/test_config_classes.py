@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from shared.models.architectures import FAMILIES
-from shared.models.config_classes import deepseek, gemma, gpt_oss, llama, qwen
+from shared.models.config_classes import deepseek, gemma, gpt_oss, llama, mamba2, qwen
 from shared.models.config_classes.config_class import ConfigClass
 from shared.models.config_fields import count, positive
 from shared.models.families import config_from_dict
@@ -18,7 +18,7 @@ from tests.support.tiny_models import FAMILIES as TINY
 
 CLASSES = {
     each.name: each
-    for module in (deepseek, gemma, gpt_oss, llama, qwen)
+    for module in (deepseek, gemma, gpt_oss, llama, mamba2, qwen)
     for each in vars(module).values()
     if isinstance(each, ConfigClass)
 }

@@ -329,8 +329,11 @@ def test_unsupported_moe_config_raises(family, field, value):
 
 def test_moe_config_rejects_post_norms_and_mixed_sizes():
     config = config_from_dict(experts())
-    for change in ({"post_norm": True}, {"residual_factor": 0.5}):
-        with pytest.raises(ValueError, match="MoE layers with post-norms"):
+    for change, message in (
+        ({"post_norm": True}, "MoE layers with post-norms"),
+        ({"residual_factor": 0.5}, "must equal the model's residual_factor"),
+    ):
+        with pytest.raises(ValueError, match=message):
             replace(config, **change)
     with pytest.raises(ValueError, match="not supported with score biases or expert groups"):
         replace(config.experts, has_score_bias=True)

@@ -30,6 +30,7 @@ SOFTMAX = MoEConfig(
     num_chosen_groups=1,
     is_renormalised=True,
     routed_factor=1.0,
+    output_factor=1.0,
     has_bias=False,
     activation=Activation(),
     tensors=ExpertTensors(),
@@ -37,6 +38,7 @@ SOFTMAX = MoEConfig(
 SIGMOID = replace(SOFTMAX, scores="sigmoid", has_score_bias=True, routed_factor=2.5)
 CONFIGS = {
     "softmax": SOFTMAX,
+    "scaled output": replace(SOFTMAX, output_factor=0.22),
     "not renormalised": replace(SOFTMAX, is_renormalised=False),
     "sigmoid": SIGMOID,
     "sigmoid, not renormalised": replace(SIGMOID, is_renormalised=False),

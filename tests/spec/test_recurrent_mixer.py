@@ -23,8 +23,10 @@ def layer(seed: int) -> tuple[spec.RecurrentWeights, tuple[np.ndarray, np.ndarra
     rng, heads = np.random.default_rng(seed), SIZES.num_value_heads
     weights = spec.RecurrentWeights(
         conv=normal(rng, SIZES.channels, 4),
+        conv_bias=None,
         a_log=normal(rng, heads),
         dt_bias=normal(rng, heads),
+        skip=None,
         norm=1 + normal(rng, SIZES.value_size) / 4,
         eps=1e-6,
     )

@@ -115,7 +115,7 @@ def test_conv_is_causal_with_width_four() -> None:
     rng = np.random.default_rng(6)
     inputs, weight = normal(rng, 12, C), normal(rng, C, 4)
     windows = spec.chain_windows(np.zeros((3, C), np.float32), inputs)[:-1]
-    got = spec.conv(windows, inputs, weight)
+    got = spec.conv(windows, inputs, weight, None)
     for channel in range(C):
         whole = np.convolve(inputs[:, channel], weight[channel, ::-1])[:12]
         # Four products in another order.
@@ -157,7 +157,7 @@ def test_tree_windows_and_conv_match_spec(
     np.testing.assert_array_equal(ops.tree_windows(*args, None), spec.tree_windows(*args, chain))
     weight = normal(np.random.default_rng(7), C, 4)
     windows = spec.tree_windows(*args, PARENTS)
-    got, want = (f(windows, kept.inputs[0], weight) for f in (ops.conv, spec.conv))
+    got, want = (f(windows, kept.inputs[0], weight, None) for f in (ops.conv, spec.conv))
     np.testing.assert_allclose(got, want, **CLOSE)
 
 

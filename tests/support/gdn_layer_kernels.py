@@ -116,9 +116,11 @@ def make(
     projected = rng.standard_normal((sum(counts) + padding, C + H * V + 2 * H), np.float32)
     weights = spec.RecurrentWeights(
         conv=rounded(rng.standard_normal((C, 4), np.float32)),
+        conv_bias=None,
         a_log=rng.uniform(-2, 1, H).astype(np.float32),
         # So that the log of the decay is small, medium and linear.
         dt_bias=np.linspace(-11, 25, H, dtype=np.float32),
+        skip=None,
         norm=rng.standard_normal(V).astype(np.float32),
         eps=EPS,
     )

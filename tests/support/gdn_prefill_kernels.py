@@ -107,9 +107,11 @@ def make(
     projected[:, keys] += alike * (2 * projected[:1, keys] - projected[:, keys])
     weights = RecurrentWeights(
         conv=in_half(rng.standard_normal((C, 4))),
+        conv_bias=None,
         a_log=rng.uniform(-1, 0, H).astype(np.float32),
         # The first head's decays are nearly 1.
         dt_bias=np.linspace(-11, max_gate, H, dtype=np.float32),
+        skip=None,
         norm=rng.standard_normal(V).astype(np.float32),
         eps=EPS,
     )

@@ -151,7 +151,7 @@ class Passes:
                 (state, recurrent_layer.take(state, SINK)),
                 (SINK, row_starts, rows.request),
             )
-            mixer = layers.PrefillMixer(self._config, *pools, *where, SINK, SINK)
+            mixer = layers.PrefillMixer(self._config, SINGLE_RANK, *pools, *where, SINK, SINK)
         passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams)
         after = None if mixer is None else mixer.carry[0]
         return _pass(loaded, passed), passed.kv, after
@@ -167,7 +167,7 @@ class Passes:
         mixer = None
         if state is not None:
             nodes = recurrent_layer.TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
-            mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
+            mixer = layers.VerifyMixer(self._config, SINGLE_RANK, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.carry[1].kept
         return _pass(loaded, passed), passed.kv, kept

@@ -90,7 +90,8 @@ class TorchModel:
         mixer = None
         if self._model.config.recurrent:
             where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
-            mixer = PrefillMixer(self._model.config, self._state, self._no_snapshot, *where)
+            pools = self._state, self._no_snapshot
+            mixer = PrefillMixer(self._model.config, SINGLE_RANK, *pools, *where)
         passed = self._forward(ints(tokens), shown, rows, mixer)
         self._length += count
         return passed
@@ -108,7 +109,8 @@ class TorchModel:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
             nodes = TreeNodes(parents, flat.row_starts, row_of, flat.request, node)
-            self._mixer = VerifyMixer(self._model.config, self._state, ints([0]), nodes, False)
+            given = (self._state, ints([0]), nodes, False)
+            self._mixer = VerifyMixer(self._model.config, SINGLE_RANK, *given)
         passed = self._forward(ints(tokens)[node], None, flat, self._mixer)
         count = len(tokens)
         return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])

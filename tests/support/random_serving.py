@@ -45,7 +45,7 @@ from tests.support.random_requests import (
 )
 from tests.support.ranks import MAKERS
 from tests.support.run_engine import Outcome, checked_step
-from tests.support.tiny_models import HYBRIDS, tiny_model
+from tests.support.tiny_models import DELTA, HYBRIDS, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
 from tests.support.window_capacity import with_fewer_pages, with_window_pools
@@ -109,7 +109,7 @@ def drafter_of(family: str, drafter: str):
 @lru_cache
 def divided_drafter_of(family: str, drafter: str):
     """Same as `drafter_of`, with a number of heads that four ranks divide."""
-    delta = DIVIDED_DELTA if family in HYBRIDS else {}
+    delta = DIVIDED_DELTA if family in DELTA else {}
     return _drafter(family, drafter, DIVIDED_HEADS, DIVIDED_HEADS | delta)
 
 

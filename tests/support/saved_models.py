@@ -43,6 +43,7 @@ PIXTRAL: dict[str, Any] = {
     "num_attention_heads": 2,
     "head_dim": 16,
 }
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32}
 PADDING = {"pad_token_id": 0}
 """The classes' own may be beyond the vocabulary."""
 
@@ -69,6 +70,7 @@ GEMMA4: dict[str, Any] = {
 }
 
 FAMILIES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
@@ -78,6 +80,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": LATENT,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 8},
     "granite": {},
+    "granitemoehybrid": {
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 48,
+    },
     "llama": {},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
     "ministral3": {},
@@ -178,6 +186,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite, factors": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2}),
+    "granitemoehybrid, dense, factors, rotated": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2,
+            "residual_multiplier": 0.5,
+        },
+    ),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, one KV head": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
     "llama, yarn": ("llama", {"rope_parameters": _YARN}),

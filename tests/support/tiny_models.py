@@ -24,13 +24,16 @@ from shared.models.stacks import BIAS
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = (
-    *("gemma2", "gemma3", "gemma4", "granite", "llama_bias", "ministral3", "mistral", "olmo3"),
-    *("phi3", "qwen2", "smollm3"),
+    *("bamba", "gemma2", "gemma3", "gemma4", "granite", "llama_bias", "ministral3", "mistral"),
+    *("olmo3", "phi3", "qwen2", "smollm3"),
 )
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
-EXPERTS = ("glm4_moe", "gpt_oss", "minimax_m2", "qwen3_5_moe", "qwen3_moe", "qwen3_next", *LATENT)
+EXPERTS = (
+    *("glm4_moe", "gpt_oss", "granitemoehybrid", "minimax_m2", "qwen3_5_moe", "qwen3_moe"),
+    *("qwen3_next", *LATENT),
+)
 """Families with mixtures of experts, between them every kind of router and of layout."""
 WITHIN_OTHERS = ("minimax_m2", "qwen3_next")
 """Those of which others have all switches of the forward pass."""
@@ -206,6 +209,14 @@ _SWITCHED: dict[str, dict[str, Any]] = {
 _CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
 for name in ("gemma4", "ministral3"):
     del _CONFIGS[name]["rope_theta"]  # it is among their `rope_parameters`
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
+_CONFIGS["bamba"] = {
+    **{name: value for name, value in _LIKE_LLAMA.items() if name != "head_dim"},
+    **_MAMBA2,
+    "architectures": ["BambaForCausalLM"],
+    "model_type": "bamba",
+    "attn_layer_indices": [1],
+}
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _CONFIGS["qwen3_moe"] = {
     **_CONFIGS["qwen3"],
@@ -276,6 +287,17 @@ _CONFIGS["minimax_m2"] = {
     "use_qk_norm": True,
     "use_routing_bias": True,
 }
+_CONFIGS["granitemoehybrid"] = {
+    **{name: value for name, value in _CONFIGS["granite"].items() if name != "head_dim"},
+    **_MAMBA2,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention", "mamba"],
+    "intermediate_size": 24,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+}
 _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
@@ -318,9 +340,11 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
+"""Families with GDN layers."""
+HYBRIDS = ("bamba", "granitemoehybrid", *DELTA)
 """Families with a recurrent state."""
-WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *HYBRIDS)
+WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *DELTA)
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -414,6 +438,8 @@ def _random(
         drawn = 0.2 * noise + float(plain)
     elif name.endswith("conv"):
         drawn = 0.5 * noise
+    elif name.endswith("skip"):
+        drawn = 1 + 0.2 * noise
     elif name.endswith((BIAS, "score_bias")):
         drawn = 0.2 * noise
     elif name.endswith("sinks"):

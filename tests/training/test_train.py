@@ -365,6 +365,7 @@ def test_train_rejects_invalid_flags_in_one_line(data, tmp_path, words, fault, c
 @pytest.mark.parametrize(
     ("family", "named"),
     [
+        ("bamba", "Mamba2 layers"),
         ("granite", "scaling factors"),
         ("llama_bias", "biases"),
         ("ministral3", "query scaling by position"),

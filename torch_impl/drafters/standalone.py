@@ -55,7 +55,10 @@ class StandaloneDrafter:
             (memory.delta, memory.snapshots),
             (prompts.row_starts, committed.rows.request),
         )
-        mixer = PrefillMixer(self.small.config, *pools, plan.slots, *where, save_after, save)
+        small = self.small
+        mixer = PrefillMixer(
+            small.config, small.group, *pools, plan.slots, *where, save_after, save
+        )
         self._forward(memory, committed.rows, committed.tokens, mixer)
 
     def extend(
@@ -76,7 +79,8 @@ class StandaloneDrafter:
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
         rows, node = committed.rows, place.flatten().long()
         nodes = TreeNodes(None, rows.row_starts, row_of, rows.request, node)
-        mixer = VerifyMixer(self.small.config, memory.delta, plan.slots, nodes, False)
+        small = self.small
+        mixer = VerifyMixer(small.config, small.group, memory.delta, plan.slots, nodes, False)
         self._forward(memory, rows, committed.tokens, mixer)
         mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
 
@@ -96,7 +100,8 @@ class StandaloneDrafter:
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
                 request = starts[:-1]
                 nodes = TreeNodes(None, starts, request[:, None], request, 0 * request)
-                mixer = VerifyMixer(self.small.config, states, request, nodes, True)
+                small = self.small
+                mixer = VerifyMixer(small.config, small.group, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
             return model.lm_head_input(self.small, hidden)

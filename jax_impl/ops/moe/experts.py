@@ -175,6 +175,8 @@ def plain_added_experts(
     rows = stream.whole
     normed = layers.rms_norm(rows, alone(stream.norm), eps)
     added = experts(normed, config, weights, stream.group)
+    if config.output_factor != 1:
+        added = added * config.output_factor
     own = (all_gather.local_columns(stream.group, rows) + added).astype(rows.dtype)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 

@@ -3,6 +3,8 @@
 Same results as `shared.spec.gated_delta`.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +15,37 @@ from jax_impl.ops.gemm import layers
 from jax_impl.ops.trees import draft_tree
 from shared.spec.gated_delta import CHUNK
 
-Prepared = tuple[Float[jax.Array, "chunks H ..."], ...]
-"""Inputs of `_one_chunk` after the state, of all chunks or of one."""
+
+class Prepared(NamedTuple):
+    """Part of a chunk, or of all chunks, that does not depend on the incoming state S.
+
+    Attributes:
+      stored, read: `U` and `W`, where the chunk stores `U - W S`; no `W` without the delta rule.
+      queries, scores: Queries scaled for the incoming state, and their scores within the chunk.
+      keys, decay: Keys decayed to the end of the chunk, and the decay of the state.
+    """
+
+    stored: Float[jax.Array, "*chunks H c V"]
+    read: Float[jax.Array, "*chunks H c K"] | None
+    queries: Float[jax.Array, "*chunks H c K"]
+    scores: Float[jax.Array, "*chunks H c c"]
+    keys: Float[jax.Array, "*chunks H K c"]
+    decay: Float[jax.Array, "*chunks H 1 1"]
+
+
+class RecurrenceInputs(NamedTuple):
+    """Inputs of the recurrence, of some tokens; same as in the specification."""
+
+    q: Float[jax.Array, "*batch H K"]
+    k: Float[jax.Array, "*batch H K"]
+    v: Float[jax.Array, "*batch H V"]
+    log_decay: Float[jax.Array, "*batch H"]
+    beta: Float[jax.Array, "*batch H"] | None
+    skipped: Float[jax.Array, "*batch H V"] | None
+
+    def batched(self, batch: tuple[int, ...]) -> "RecurrenceInputs":
+        """Returns the inputs of flat tokens with other leading axes."""
+        return jax.tree.map(lambda x: x.reshape(batch + x.shape[1:]), self)
 
 
 def split(
@@ -57,12 +88,13 @@ def update(
     k: Float[jax.Array, "*batch H K"],
     v: Float[jax.Array, "*batch H V"],
     log_decay: Float[jax.Array, "*batch H"],
-    beta: Float[jax.Array, "*batch H"],
+    beta: Float[jax.Array, "*batch H"] | None,
 ) -> Float[jax.Array, "*batch H K V"]:
     """Advances each row's state by one token."""
     state = jnp.exp(log_decay)[..., None, None] * state
-    replaced = beta[..., None] * (v - _read(k, state))
-    return state + k[..., None] * replaced[..., None, :]
+    if beta is not None:
+        v = beta[..., None] * (v - _read(k, state))
+    return state + k[..., None] * v[..., None, :]
 
 
 def _read(
@@ -89,7 +121,7 @@ def step(
     k: Float[jax.Array, "B H K"],
     v: Float[jax.Array, "B H V"],
     log_decay: Float[jax.Array, "B H"],
-    beta: Float[jax.Array, "B H"],
+    beta: Float[jax.Array, "B H"] | None,
 ) -> tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "B H V"]]:
     """Advances each row's state by one token and reads the output from it."""
     state = update(state, k, v, log_decay, beta)
@@ -102,7 +134,7 @@ def verify(
     k: Float[jax.Array, "B N H K"],
     v: Float[jax.Array, "B N H V"],
     log_decay: Float[jax.Array, "B N H"],
-    beta: Float[jax.Array, "B N H"],
+    beta: Float[jax.Array, "B N H"] | None,
     parents: Int[jax.Array, "B N"] | None,
 ) -> Float[jax.Array, "B N H V"]:
     """Computes the outputs of a draft tree's nodes; the state is not changed.
@@ -114,14 +146,15 @@ def verify(
     """
     nodes = (q, k, v, log_decay, beta)
     if parents is None:
-        nodes = tuple(jnp.moveaxis(x, 1, 0) for x in nodes)
+        nodes = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), nodes)
         return jnp.moveaxis(scan(lambda s, node: step(s, *node), state, nodes)[1], 0, 1)
     sees = draft_tree.ancestors(parents)
     # 0 x NaN is NaN: a node that is not finite is zeroed, and its descendants are set to NaN.
-    spoiled = ~jnp.stack([jnp.isfinite(x).reshape(*sees.shape[:2], -1).all(2) for x in nodes[1:]])
+    parts = jax.tree.leaves(nodes[1:])
+    spoiled = ~jnp.stack([jnp.isfinite(x).reshape(*sees.shape[:2], -1).all(2) for x in parts])
     spoiled = spoiled.any(axis=0)
-    q, *others = (jnp.moveaxis(x, 1, 2) for x in nodes)  # [B, H, N, ...]
-    others = (jnp.where(_per_node(spoiled, x.ndim), 0, x) for x in others)
+    q, *others = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), nodes)  # [B, H, N, ...]
+    others = jax.tree.map(lambda x: jnp.where(_per_node(spoiled, x.ndim), 0, x), others)
     out = _along_paths(state, sees, q, *others)
     sees_spoiled = (sees & spoiled[:, None]).any(axis=2)
     return jnp.where(sees_spoiled[..., None, None], jnp.nan, jnp.moveaxis(out, 1, 2))
@@ -138,7 +171,7 @@ def _along_paths(
     k: Float[jax.Array, "B H N K"],
     v: Float[jax.Array, "B H N V"],
     log_decay: Float[jax.Array, "B H N"],
-    beta: Float[jax.Array, "B H N"],
+    beta: Float[jax.Array, "B H N"] | None,
 ) -> Float[jax.Array, "B H N V"]:
     """Computes the outputs of all nodes as one chunk in which only ancestors are visible.
 
@@ -149,11 +182,11 @@ def _along_paths(
     # Summed over the path between two nodes: a difference of prefix sums would cancel.
     between = _matmul(decays, 1 - jnp.swapaxes(ours, 2, 3))
     decay = jnp.where(sees[:, None], jnp.exp(between), 0)
-    carried, beta = jnp.exp(layers.summed(decays)), beta[..., None]
-    keys = jnp.swapaxes(k, 2, 3)
-    among = jnp.tril(beta * _matmul(k, keys) * decay, -1)
-    target = beta * (v - carried * _matmul(k, state))
-    stored = _solve(among, target)
+    carried, keys, stored = jnp.exp(layers.summed(decays)), jnp.swapaxes(k, 2, 3), v
+    if beta is not None:
+        beta = beta[..., None]
+        among = jnp.tril(beta * _matmul(k, keys) * decay, -1)
+        stored = _solve(among, beta * (v - carried * _matmul(k, state)))
     return carried * _matmul(q, state) + _matmul(_matmul(q, keys) * decay, stored)
 
 
@@ -163,7 +196,7 @@ def chunked(
     k: Float[jax.Array, "T H K"],
     v: Float[jax.Array, "T H V"],
     log_decay: Float[jax.Array, "T H"],
-    beta: Float[jax.Array, "T H"],
+    beta: Float[jax.Array, "T H"] | None,
     row_starts: Int[jax.Array, " B1"],
     save_after: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "T H V"], Float[jax.Array, "B H K V"]]:
@@ -183,7 +216,8 @@ def chunked(
     owner, start, stop = _chunks(row_starts, T // CHUNK + B)
     at = start[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
     is_real = at < stop[:, None]  # [chunks, CHUNK]
-    inputs = (_rows_of_chunks(x, at, is_real) for x in (q, k, v, log_decay, beta))
+    parts = (q, k, v, log_decay, beta)
+    inputs = jax.tree.map(lambda x: _rows_of_chunks(x, at, is_real), parts)
     is_saved = stop - row_starts[owner] == save_after[owner]
 
     def advance(
@@ -191,7 +225,7 @@ def chunked(
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         states, saved = carry
         row, saves, prepared = chunk
-        after, out = _one_chunk(states[row], *prepared)
+        after, out = _one_chunk(states[row], prepared)
         saved = saved.at[row].set(jnp.where(saves, after, saved[row]))
         return (states.at[row].set(after), saved), out
 
@@ -234,14 +268,9 @@ def _prepare(
     k: Float[jax.Array, "chunks H c K"],
     v: Float[jax.Array, "chunks H c V"],
     log_decay: Float[jax.Array, "chunks H c"],
-    beta: Float[jax.Array, "chunks H c"],
+    beta: Float[jax.Array, "chunks H c"] | None,
 ) -> Prepared:
-    """Computes the part of a chunk that does not depend on the incoming state S.
-
-    Returns:
-      `U` and `W`, where the chunk stores `U - W S`; the queries scaled for the incoming state and
-      their scores within the chunk; the keys decayed to the chunk end, and the decay of the state.
-    """
+    """Computes the part of the chunks that does not depend on the incoming states."""
     c = q.shape[2]
     total = jnp.cumsum(log_decay, axis=2)
     lower = jnp.tril(jnp.ones((c, c), bool))
@@ -249,28 +278,26 @@ def _prepare(
     difference = jnp.where(lower, total[..., :, None] - total[..., None, :], 0)
     decay = jnp.where(lower, jnp.exp(difference), 0)
     keys = jnp.swapaxes(k, 2, 3)
-    among = jnp.tril(beta[..., None] * _matmul(k, keys) * decay, -1)
-    carried = jnp.exp(total)[..., None]
-    target = jnp.concatenate([beta[..., None] * v, beta[..., None] * carried * k], axis=-1)
-    stored, read = jnp.split(_solve(among, target), [v.shape[-1]], axis=-1)
+    carried, stored, read = jnp.exp(total)[..., None], v, None
+    if beta is not None:
+        among = jnp.tril(beta[..., None] * _matmul(k, keys) * decay, -1)
+        target = jnp.concatenate([beta[..., None] * v, beta[..., None] * carried * k], axis=-1)
+        stored, read = jnp.split(_solve(among, target), [v.shape[-1]], axis=-1)
     left = jnp.exp(total[..., -1:] - total)[..., None] * k
     reach = _matmul(q, keys) * decay
-    return stored, read, carried * q, reach, jnp.swapaxes(left, 2, 3), carried[..., -1:, :]
+    keys = jnp.swapaxes(left, 2, 3)
+    return Prepared(stored, read, carried * q, reach, keys, carried[..., -1:, :])
 
 
 def _one_chunk(
-    state: Float[jax.Array, "H K V"],
-    stored: Float[jax.Array, "H c V"],
-    read: Float[jax.Array, "H c K"],
-    queries: Float[jax.Array, "H c K"],
-    among: Float[jax.Array, "H c c"],
-    left: Float[jax.Array, "H K c"],
-    carried: Float[jax.Array, "H 1 1"],
+    state: Float[jax.Array, "H K V"], chunk: Prepared
 ) -> tuple[Float[jax.Array, "H K V"], Float[jax.Array, "H c V"]]:
     """Advances the state over one prepared chunk."""
-    stored = stored - _matmul(read, state)
-    out = _matmul(queries, state) + _matmul(among, stored)
-    return carried * state + _matmul(left, stored), out
+    stored = chunk.stored
+    if chunk.read is not None:
+        stored = stored - _matmul(chunk.read, state)
+    out = _matmul(chunk.queries, state) + _matmul(chunk.scores, stored)
+    return chunk.decay * state + _matmul(chunk.keys, stored), out
 
 
 def _solve(

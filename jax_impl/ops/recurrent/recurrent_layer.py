@@ -2,7 +2,7 @@
 
 Same as `shared.spec.recurrent_layer`.
 
-On a GPU these are kernels (prefill: bfloat16 only); see `jax_impl.ops`.
+On a GPU these are kernels for GDN (prefill: bfloat16 only); see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,10 @@ from jax_impl.ops.recurrent.recurrent_mixer import (
     recurrent_decode,
     recurrent_prefill,
     recurrent_verify_tree,
+    split_inputs,
 )
 from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs, path_window, replay
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec.reduction_order import SQUARES
 
 
@@ -55,7 +56,7 @@ class VerifyScratch(NamedTuple):
 
 
 def verify_scratch(
-    states: RecurrentState, requests: int, nodes: int, advances: bool
+    states: RecurrentState, sizes: RecurrentConfig, requests: int, nodes: int, advances: bool
 ) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
@@ -63,11 +64,12 @@ def verify_scratch(
     arrivals = jnp.zeros((requests, H), jnp.int32)
     if advances:
         return VerifyScratch(inputs, arrivals)
-    shapes = ((H, K), (H, V), (H,), (H,))
-    k, v, log_decay, beta = (
+    shapes = ((H, K), (H, V), (H,), *([(H,)] if sizes.has_delta else []))
+    k, v, log_decay, *beta = (
         lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
     )
-    return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
+    kept = ReplayInputs(k, v, log_decay, beta[0] if beta else None, inputs)
+    return VerifyScratch(kept, arrivals)
 
 
 def take(states: RecurrentState, index: Int[jax.Array, " B"]) -> RecurrentState:
@@ -94,7 +96,7 @@ def followed(states: RecurrentState, inputs: Float[jax.Array, "L B one C"]) -> R
 def plain_prefill(
     inputs: Float[jax.Array, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     snapshots: RecurrentState,
     layer: Place,
@@ -123,7 +125,7 @@ def kernel_prefill(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     snapshots: RecurrentState,
     layer: Place,
@@ -133,6 +135,20 @@ def kernel_prefill(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], RecurrentState, RecurrentState]:
+    if not sizes.has_delta:
+        return plain_prefill(
+            inputs,
+            weights,
+            sizes,
+            states,
+            snapshots,
+            layer,
+            slots,
+            row_starts,
+            request,
+            save_after,
+            save,
+        )
     out, recurrent, window, *saved = kernels.gdn_prefill.prefill(
         inputs,
         conv=weights.conv,
@@ -161,7 +177,7 @@ prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 def plain_verify(
     inputs: Float[jax.Array, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
@@ -178,19 +194,15 @@ def plain_verify(
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, kept_nodes = recurrent_verify_tree(inputs, weights.alone(layer), sizes, *held, *where)
-    parts = zip(scratch.kept, kept_nodes, strict=True)
-    return (
-        out,
-        states,
-        scratch._replace(kept=ReplayInputs(*(x.at[layer].set(y[0]) for x, y in parts))),
-    )
+    kept = jax.tree.map(lambda x, y: x.at[layer].set(y[0]), scratch.kept, kept_nodes)
+    return out, states, scratch._replace(kept=kept)
 
 
 def kernel_verify(
     kernels: Kernels,
     inputs: Float[jax.Array, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
@@ -198,6 +210,10 @@ def kernel_verify(
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], RecurrentState, VerifyScratch]:
     """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
+    if not sizes.has_delta:
+        keeps_nodes = isinstance(scratch.kept, ReplayInputs)
+        plain_operation = plain_verify if keeps_nodes else plain_decode
+        return plain_operation(inputs, weights, sizes, states, layer, slots, nodes, scratch)
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
         inputs,
@@ -230,7 +246,7 @@ verify = kernel_or_reference(kernel_verify, plain_verify)
 def plain_decode(
     inputs: Float[jax.Array, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: Place,
     slots: Int[jax.Array, " B"],
@@ -246,7 +262,8 @@ def plain_decode(
     out, new, _ = recurrent_decode(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
     assert not isinstance(scratch.kept, ReplayInputs)  # plain decoding
-    kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
+    channels, *_ = split_inputs(inputs, sizes)
+    kept = scratch.kept.at[layer, :, 0].set(channels)
     return out, RecurrentState(recurrent, states.window), scratch._replace(kept=kept)
 
 
@@ -303,7 +320,7 @@ commit = kernel_or_reference(kernel_commit, plain_commit)
 
 
 def _arrays_of(kept: ReplayInputs | jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(kept) if isinstance(kept, ReplayInputs) else (kept,)
+    return tuple(jax.tree.leaves(kept))
 
 
 def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> ReplayInputs | jax.Array:

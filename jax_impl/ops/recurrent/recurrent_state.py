@@ -17,19 +17,19 @@ from shared.spec.recurrent_state import WINDOW
 
 
 class RecurrentState(NamedTuple):
-    """States of rows (or slots) in all GDN layers."""
+    """States of rows (or slots) in all recurrent layers."""
 
     recurrent: Float[jax.Array, "L B H K V"]
     window: Float[jax.Array, "L B 3 C"]
 
 
 class ReplayInputs(NamedTuple):
-    """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
+    """Replay inputs: the inputs of a verify's nodes in all layers, exactly as it used them."""
 
     k: Float[jax.Array, "L B N H K"]
     v: Float[jax.Array, "L B N H V"]
     log_decay: Float[jax.Array, "L B N H"]
-    beta: Float[jax.Array, "L B N H"]
+    beta: Float[jax.Array, "L B N H"] | None
     inputs: Float[jax.Array, "L B N C"]
 
 
@@ -37,6 +37,7 @@ def conv(
     windows: Float[jax.Array, "*rows 3 C"],
     inputs: Float[jax.Array, "*rows C"],
     weight: Float[jax.Array, "C 4"],
+    bias: Float[jax.Array, " C"] | None,
 ) -> Float[jax.Array, "*rows C"]:
     """Computes the depthwise causal convolution of width 4 and silu, in float32."""
     # Tap by tap: a sum over an axis that is not the last takes four times as long on a CPU. And in
@@ -48,7 +49,7 @@ def conv(
         return total + tap[0] * tap[1], None
 
     total, _ = scan(add, jnp.zeros(inputs.shape, jnp.float32), (taps, weight.T.astype(jnp.float32)))
-    return layers.silu(total)
+    return layers.silu(total if bias is None else total + bias.astype(jnp.float32))
 
 
 def chain_windows(
@@ -139,8 +140,8 @@ def replay(
     Returns the states after the path, the snapshots, and the mask of rows with a snapshot.
     """
     rows = jnp.arange(len(path))[:, None]
-    *steps, inputs = (x[:, rows, path] for x in kept)
-    tokens = tuple(jnp.moveaxis(x, 2, 0) for x in steps)
+    *steps, inputs = jax.tree.map(lambda x: x[:, rows, path], kept)
+    tokens = tuple(jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), steps))
 
     def advance(
         carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, tuple[jax.Array, ...]]

@@ -97,3 +97,7 @@ def declared(
         "eos_token_id": None,
         "rms_norm_eps": 1e-6,
     }
+
+
+BIASES = {"attention_bias": False, "mlp_bias": False}
+"""Fields that enable biases."""

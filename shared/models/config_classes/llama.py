@@ -1,23 +1,23 @@
 """Config classes of transformers for Llama, and families with dense layers like its own."""
 
-from shared.models.config_classes.config_class import ConfigClass, declared
+from shared.models.config_classes.config_class import BIASES, ConfigClass, declared
 
-_BIASES = {"attention_bias": False, "mlp_bias": False}
+FACTORS = {
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+}
+"""Fields of Granite models with multipliers."""
+
 _LIKE_LLAMA = declared(32000, 4096, 11008, 32, (32, None)) | {
     "max_position_embeddings": 2048,
     "eos_token_id": 2,
 }
-LLAMA = ConfigClass("LlamaConfig", _LIKE_LLAMA | _BIASES | {"head_dim": None})
+LLAMA = ConfigClass("LlamaConfig", _LIKE_LLAMA | BIASES | {"head_dim": None})
 GRANITE = ConfigClass(
     "GraniteConfig",
-    _LIKE_LLAMA
-    | _BIASES
-    | {
-        "embedding_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-    },
+    _LIKE_LLAMA | BIASES | FACTORS,
 )
 OLMO2 = ConfigClass(
     "Olmo2Config",
@@ -73,7 +73,7 @@ PHI3 = ConfigClass(
 SMOLLM3 = ConfigClass(
     "SmolLM3Config",
     declared(128256, 2048, 11008, 36, (16, 4))
-    | _BIASES
+    | BIASES
     | {
         "max_position_embeddings": 32768,
         "eos_token_id": 128001,

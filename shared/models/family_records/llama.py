@@ -25,7 +25,11 @@ OLMO3 = replace(
     scales_full_layers=True,
 )
 PHI3 = Family(
-    "phi3", config_classes.PHI3, fused_projections=True, sliding_window=SlidingWindowRule.BY_SIZE
+    "phi3",
+    config_classes.PHI3,
+    fused_qkv=True,
+    fused_gate_up=True,
+    sliding_window=SlidingWindowRule.BY_SIZE,
 )
 SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, nope_layers=True)
 

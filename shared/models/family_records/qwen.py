@@ -27,7 +27,12 @@ QWEN3_MOE = replace(
 QWEN3_5 = Family(
     "qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, mtp=mtp.QWEN, sees=True
 )
-_WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
+_WITH_SHARED = Routing(
+    is_renormalised=True,
+    reads_renormalised=False,
+    shared_field="shared_expert_intermediate_size",
+    has_shared_gate=True,
+)
 QWEN3_5_MOE = replace(
     QWEN3_5, name="qwen3_5_moe", of=config_classes.QWEN3_5_MOE, routing=_WITH_SHARED
 )
@@ -38,7 +43,7 @@ QWEN3_NEXT = Family(
     is_hybrid=True,
     has_fused_delta=True,
     biases=BIASES[:1],
-    routing=Routing(has_shared=True, steps=True),
+    routing=replace(_WITH_SHARED, is_renormalised=False, reads_renormalised=True, steps=True),
     mtp=mtp.QWEN,
 )
 

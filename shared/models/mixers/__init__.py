@@ -7,8 +7,12 @@ the specification of its cache arrays. A further mixer is one module here.
 from shared.models.mixers.attention import AttentionConfig
 from shared.models.mixers.gated_delta import GatedDeltaConfig
 from shared.models.mixers.latent_attention import LatentAttentionConfig
+from shared.models.mixers.mamba2 import Mamba2Config
 
 SelfAttentionConfig = AttentionConfig | LatentAttentionConfig
 """Mixers that attend to earlier positions, with cache entries in pages."""
 
-MixerConfig = SelfAttentionConfig | GatedDeltaConfig
+RecurrentConfig = GatedDeltaConfig | Mamba2Config
+"""Mixers with a recurrent state and a convolution window, both per slot."""
+
+MixerConfig = SelfAttentionConfig | RecurrentConfig

@@ -135,7 +135,7 @@ class AttentionConfig:
             "self_attn.q_proj.weight": (self.query_size * (2 if self.has_gate else 1), inputs),
             **{f"self_attn.{x}_proj.weight": (keys, inputs) for x in self._projected},
         }
-        if settings.fused_projections:
+        if settings.fused_qkv:
             qkv = {"self_attn.qkv_proj.weight": (sum(rows for rows, _ in qkv.values()), inputs)}
         out = {"self_attn.o_proj.weight": (hidden, self.query_size)}
         by_heads, by_columns = self._qkv_sections, (ShardedRange(hidden),)

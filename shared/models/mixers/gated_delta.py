@@ -28,6 +28,10 @@ class GatedDeltaConfig:
     kind: ClassVar[str] = "gated_delta"
     window: ClassVar[None] = None
     """No sliding window: the recurrent state covers all positions."""
+    has_delta: ClassVar[bool] = True
+    """The update of the state replaces the value stored under a key, instead of adding to it."""
+    begins_with_gate: ClassVar[bool] = False
+    """The rows of the gate z follow those of the convolution channels in the input projection."""
 
     num_key_heads: int
     num_value_heads: int
@@ -41,19 +45,29 @@ class GatedDeltaConfig:
         check_groups(names, self.num_value_heads, self.num_key_heads)
 
     @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, keys and values of the recurrent state."""
+        return self.num_value_heads, self.key_size, self.value_size
+
+    @property
+    def values(self) -> int:
+        """Output columns of all heads."""
+        return self.num_value_heads * self.value_size
+
+    @property
     def channels(self) -> int:
         """Convolution channels: all q heads, then all k heads, then all v heads."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+        return 2 * self.num_key_heads * self.key_size + self.values
 
     @property
     def cache_specs(self) -> tuple[CacheArraySpec, CacheArraySpec]:
         """Cache arrays: the recurrent state, and the latest convolution inputs, per slot."""
-        state = (self.num_value_heads, self.key_size, self.value_size)
         window = (self.conv_width - 1, self.channels)
-        ranges = tuple(section.size for section in self._channel_sections)
         return (
-            CacheArraySpec("recurrent", CacheUnit.SLOT, state, heads=0, float32=True),
-            CacheArraySpec("window", CacheUnit.SLOT, window, heads=1, ranges=ranges),
+            CacheArraySpec("recurrent", CacheUnit.SLOT, self.state_shape, heads=0, float32=True),
+            CacheArraySpec(
+                "window", CacheUnit.SLOT, window, heads=1, ranges=self._channel_sections
+            ),
         )
 
     @property
@@ -79,13 +93,12 @@ class GatedDeltaConfig:
     ) -> list[Parameter]:
         """Returns the stacks of some layers; see `shared.models.mixers.attention`."""
         hidden, heads = settings.hidden, self.num_value_heads
-        values = heads * self.value_size
         conv = {"linear_attn.conv1d.weight": (self.channels, 1, self.conv_width)}
         channels, by_heads = self._channel_sections, ShardedRange(heads)
         by_inputs = (*channels, channels[-1], by_heads, by_heads)
         by_head = {"sections": (by_heads,), "axis": -1, "float32": True}
         wide = (self.channels, self.conv_width)
-        out = {"linear_attn.out_proj.weight": (hidden, values)}
+        out = {"linear_attn.out_proj.weight": (hidden, self.values)}
         return [
             replace(self._inputs(f"{prefix}inputs", layers, hidden), sections=by_inputs),
             stack(f"{prefix}conv", layers, conv, shape=wide, sections=channels),
@@ -117,7 +130,7 @@ class GatedDeltaConfig:
     def _channel_sections(self) -> tuple[ShardedRange, ...]:
         """TP sections of the convolution channels: all q heads, k heads, v heads."""
         keys = ShardedRange(self.num_key_heads * self.key_size, self.key_size)
-        return keys, keys, ShardedRange(self.num_value_heads * self.value_size, self.value_size)
+        return keys, keys, ShardedRange(self.values, self.value_size)
 
 
 def _input(part: str) -> str:

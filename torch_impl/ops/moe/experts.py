@@ -168,6 +168,8 @@ def plain_added_experts(
 ) -> NormedStream:
     rows = stream.whole
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
+    if config.output_factor != 1:
+        added = added * config.output_factor
     own = (all_gather.local_columns(stream.group, rows) + added).to(rows.dtype)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 

@@ -3,6 +3,9 @@
 Same results as `shared.spec.gated_delta`.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -11,6 +14,50 @@ from shared.spec.gated_delta import CHUNK
 from torch_impl.ops import clamp_rows
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.trees import draft_tree
+
+
+@dataclass(frozen=True)
+class RecurrenceInputs:
+    """Inputs of the recurrence, of some tokens; same as in the specification."""
+
+    q: Float[Tensor, "*batch H K"]
+    k: Float[Tensor, "*batch H K"]
+    v: Float[Tensor, "*batch H V"]
+    log_decay: Float[Tensor, "*batch H"]
+    beta: Float[Tensor, "*batch H"] | None
+    skipped: Float[Tensor, "*batch H V"] | None
+
+    def batched(self, batch: tuple[int, ...]) -> "RecurrenceInputs":
+        """Returns the inputs of flat tokens with other leading axes."""
+
+        def shaped(x: Float[Tensor, "R ..."]) -> Float[Tensor, "..."]:
+            return x.unflatten(0, batch)
+
+        return RecurrenceInputs(
+            q=shaped(self.q),
+            k=shaped(self.k),
+            v=shaped(self.v),
+            log_decay=shaped(self.log_decay),
+            beta=None if self.beta is None else shaped(self.beta),
+            skipped=None if self.skipped is None else shaped(self.skipped),
+        )
+
+
+class Prepared(NamedTuple):
+    """Part of a chunk, or of all chunks, that does not depend on the incoming state S.
+
+    Attributes:
+      stored, read: `U` and `W`, where the chunk stores `U - W S`; no `W` without the delta rule.
+      queries, scores: Queries scaled for the incoming state, and their scores within the chunk.
+      keys, decay: Keys decayed to the end of the chunk, and the decay of the state.
+    """
+
+    stored: Float[Tensor, "*chunks H c V"]
+    read: Float[Tensor, "*chunks H c K"] | None
+    queries: Float[Tensor, "*chunks H c K"]
+    scores: Float[Tensor, "*chunks H c c"]
+    keys: Float[Tensor, "*chunks H K c"]
+    decay: Float[Tensor, "*chunks H 1 1"]
 
 
 def split(
@@ -49,13 +96,14 @@ def update(
     k: Float[Tensor, "*batch H K"],
     v: Float[Tensor, "*batch H V"],
     log_decay: Float[Tensor, "*batch H"],
-    beta: Float[Tensor, "*batch H"],
+    beta: Float[Tensor, "*batch H"] | None,
 ) -> Float[Tensor, "*batch H K V"]:
     """Advances each row's state by one token, without GEMM, so it is batch-invariant."""
     state = log_decay.exp()[..., None, None] * state
     k = k[..., None]
-    stored = (k * state).sum(dim=-2)
-    return state.add_(k * (beta[..., None] * (v - stored))[..., None, :])
+    if beta is not None:
+        v = beta[..., None] * (v - (k * state).sum(dim=-2))
+    return state.add_(k * v[..., None, :])
 
 
 def step(
@@ -64,7 +112,7 @@ def step(
     k: Float[Tensor, "B H K"],
     v: Float[Tensor, "B H V"],
     log_decay: Float[Tensor, "B H"],
-    beta: Float[Tensor, "B H"],
+    beta: Float[Tensor, "B H"] | None,
 ) -> tuple[Float[Tensor, "B H K V"], Float[Tensor, "B H V"]]:
     """Advances each row's state by one token and reads the output from it."""
     state = update(state, k, v, log_decay, beta)
@@ -77,11 +125,11 @@ def verify(
     k: Float[Tensor, "B N H K"],
     v: Float[Tensor, "B N H V"],
     log_decay: Float[Tensor, "B N H"],
-    beta: Float[Tensor, "B N H"],
+    beta: Float[Tensor, "B N H"] | None,
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N H V"]:
     """Same as the specification; `parents` is None for chains."""
-    nodes = (q, k, v, log_decay, beta)
+    nodes = (q, k, v, log_decay) if beta is None else (q, k, v, log_decay, beta)
     if parents is None:
         return _along_chains(state, *nodes)
     sees = draft_tree.ancestors(parents)
@@ -89,7 +137,9 @@ def verify(
     spoiled = ~torch.stack([x.isfinite().flatten(2).all(dim=2) for x in nodes[1:]]).all(dim=0)
     q, *others = (x.movedim(1, 2) for x in nodes)  # [B, H, N, ...]
     others = (x.masked_fill(_per_node(spoiled, x.ndim), 0) for x in others)
-    out = _along_paths(state, sees, q, *others).movedim(2, 1)
+    k, v, log_decay, *betas = others
+    beta = betas[0] if betas else None
+    out = _along_paths(state, sees, q, k, v, log_decay, beta).movedim(2, 1)
     return out.masked_fill((sees & spoiled[:, None]).any(dim=2)[..., None, None], torch.nan)
 
 
@@ -102,8 +152,8 @@ def _along_chains(
 ) -> Float[Tensor, "B N H V"]:
     """Computes the outputs of the nodes of chains one by one, like plain decoding."""
     outputs = []
-    for node in zip(*(x.unbind(1) for x in nodes), strict=True):
-        state, out = step(state, *node)
+    for q, k, v, log_decay, *beta in zip(*(x.unbind(1) for x in nodes), strict=True):
+        state, out = step(state, q, k, v, log_decay, *beta or (None,))
         outputs.append(out)
     return torch.stack(outputs, dim=1)
 
@@ -115,7 +165,7 @@ def _along_paths(
     k: Float[Tensor, "B H N K"],
     v: Float[Tensor, "B H N V"],
     log_decay: Float[Tensor, "B H N"],
-    beta: Float[Tensor, "B H N"],
+    beta: Float[Tensor, "B H N"] | None,
 ) -> Float[Tensor, "B H N V"]:
     """Computes the outputs of all nodes as one chunk in which only ancestors are visible.
 
@@ -126,10 +176,12 @@ def _along_paths(
     # Summed over the path between two nodes: a difference of prefix sums would cancel.
     between = decays @ (1 - ours.mT)
     decay = between.exp().masked_fill(~sees[:, None], 0)
-    carried, beta = layers.summed(decays).exp(), beta[..., None]
-    among = (beta * (k @ k.mT) * decay).tril(-1)
-    target = beta * (v - carried * (k @ state))
-    stored = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)
+    carried, stored = layers.summed(decays).exp(), v
+    if beta is not None:
+        beta = beta[..., None]
+        among = (beta * (k @ k.mT) * decay).tril(-1)
+        target = beta * (v - carried * (k @ state))
+        stored = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)
     return carried * (q @ state) + ((q @ k.mT) * decay) @ stored
 
 
@@ -139,7 +191,7 @@ def chunked(
     k: Float[Tensor, "T H K"],
     v: Float[Tensor, "T H V"],
     log_decay: Float[Tensor, "T H"],
-    beta: Float[Tensor, "T H"],
+    beta: Float[Tensor, "T H"] | None,
     row_starts: Int[Tensor, " B1"],
     save_after: Int[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B H K V"], Float[Tensor, "T H V"], Float[Tensor, "B H K V"]]:
@@ -160,19 +212,20 @@ def chunked(
     at = start[:, None] + torch.arange(CHUNK, dtype=torch.int32, device=q.device)
     is_real = at < stop[:, None]  # [chunks, CHUNK]
     at = torch.where(is_real, at, 0)
-    inputs = (_rows_of_chunks(x, at, is_real) for x in (q, k, v, log_decay, beta))
-    prepared = _prepare(*inputs)
+    q, k, v, log_decay = (_rows_of_chunks(x, at, is_real) for x in (q, k, v, log_decay))
+    own = None if beta is None else _rows_of_chunks(beta, at, is_real)
+    prepared = _prepare(q, k, v, log_decay, own)
     after = stop - row_starts[owner]
     state, saved, outputs = state.clone(), state.clone(), []
     for i in range(len(owner)):
         row = owner[i : i + 1]
         before = state[row][0]
-        following, out = _one_chunk(before, *(x[i] for x in prepared))
+        following, out = _one_chunk(before, _chunk_of(prepared, i))
         state[row] = following
         saved[row] = torch.where(after[i] == save_after[row][0], following, saved[row][0])
         outputs.append(out)
     out = torch.stack(outputs).movedim(1, 2)  # [chunks, CHUNK, H, V]
-    flat = torch.zeros(T + 1, *v.shape[1:], dtype=v.dtype, device=v.device)
+    flat = torch.zeros(T + 1, *out.shape[2:], dtype=out.dtype, device=out.device)
     flat[torch.where(is_real, at, T)] = out
     return state, flat[:T], saved
 
@@ -208,38 +261,37 @@ def _prepare(
     k: Float[Tensor, "chunks H c K"],
     v: Float[Tensor, "chunks H c V"],
     log_decay: Float[Tensor, "chunks H c"],
-    beta: Float[Tensor, "chunks H c"],
-) -> tuple[Float[Tensor, "chunks H ..."], ...]:
-    """Computes the part of a chunk that does not depend on the incoming state S.
-
-    Returns:
-      `U` and `W`, where the chunk stores `U - W S`; the queries scaled for the incoming state and
-      their scores within the chunk; the keys decayed to the chunk end, and the decay of the state.
-    """
+    beta: Float[Tensor, "chunks H c"] | None,
+) -> Prepared:
+    """Computes the part of the chunks that does not depend on the incoming states."""
     c = q.shape[2]
     total = log_decay.cumsum(2)
     lower = torch.ones(c, c, dtype=torch.bool, device=q.device).tril()
     # Masked before exp: above the diagonal the difference is positive and would overflow.
     difference = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, 0)
     decay = difference.exp().masked_fill(~lower, 0)
-    among = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
-    carried = total.exp()[..., None]
-    target = torch.cat([beta[..., None] * v, beta[..., None] * carried * k], dim=-1)
-    solved = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)
-    stored, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    carried, stored, read = total.exp()[..., None], v, None
+    if beta is not None:
+        among = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+        target = torch.cat([beta[..., None] * v, beta[..., None] * carried * k], dim=-1)
+        solved = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)
+        stored, read = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     left = (total[..., -1:] - total).exp()[..., None] * k
-    return stored, read, carried * q, (q @ k.mT) * decay, left.mT, carried[..., -1:, :]
+    return Prepared(stored, read, carried * q, (q @ k.mT) * decay, left.mT, carried[..., -1:, :])
+
+
+def _chunk_of(prepared: Prepared, number: int) -> Prepared:
+    stored, read, *others = prepared
+    own = None if read is None else read[number]
+    return Prepared(stored[number], own, *(x[number] for x in others))
 
 
 def _one_chunk(
-    state: Float[Tensor, "H K V"],
-    stored: Float[Tensor, "H c V"],
-    read: Float[Tensor, "H c K"],
-    queries: Float[Tensor, "H c K"],
-    among: Float[Tensor, "H c c"],
-    left: Float[Tensor, "H K c"],
-    carried: Float[Tensor, "H 1 1"],
+    state: Float[Tensor, "H K V"], chunk: Prepared
 ) -> tuple[Float[Tensor, "H K V"], Float[Tensor, "H c V"]]:
     """Advances the state over one prepared chunk."""
-    stored = stored - read @ state
-    return carried * state + left @ stored, queries @ state + among @ stored
+    stored = chunk.stored
+    if chunk.read is not None:
+        stored = stored - chunk.read @ state
+    out = chunk.queries @ state + chunk.scores @ stored
+    return chunk.decay * state + chunk.keys @ stored, out

@@ -2,7 +2,7 @@
 
 Same as `shared.spec.recurrent_layer`.
 
-States are written in place. On a GPU these are kernels (prefill: bfloat16 only); see
+States are written in place. On a GPU these are kernels for GDN (prefill: bfloat16 only); see
 `torch_impl.ops`.
 """
 
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, any_row_set, is_bfloat16, kernel_or_reference
 from torch_impl.ops.recurrent.recurrent_mixer import (
@@ -20,6 +20,7 @@ from torch_impl.ops.recurrent.recurrent_mixer import (
     recurrent_decode,
     recurrent_prefill,
     recurrent_verify_tree,
+    split_inputs,
 )
 from torch_impl.ops.recurrent.recurrent_state import (
     RecurrentState,
@@ -62,7 +63,7 @@ class VerifyScratch:
 
 
 def verify_scratch(
-    states: RecurrentState, requests: int, nodes: int, advances: bool
+    states: RecurrentState, sizes: RecurrentConfig, requests: int, nodes: int, advances: bool
 ) -> VerifyScratch:
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
@@ -70,11 +71,12 @@ def verify_scratch(
     arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
     if advances:
         return VerifyScratch(inputs, arrivals)
-    shapes = ((H, K), (H, V), (H,), (H,))
-    k, v, log_decay, beta = (
+    shapes = ((H, K), (H, V), (H,), *([(H,)] if sizes.has_delta else []))
+    k, v, log_decay, *beta = (
         states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
     )
-    return VerifyScratch(ReplayInputs(k, v, log_decay, beta, inputs), arrivals)
+    kept = ReplayInputs(k, v, log_decay, beta[0] if beta else None, inputs)
+    return VerifyScratch(kept, arrivals)
 
 
 def take(states: RecurrentState, index: Int[Tensor, " B"]) -> RecurrentState:
@@ -96,7 +98,7 @@ def followed(states: RecurrentState, inputs: Float[Tensor, "L B one C"]) -> Recu
 def plain_prefill(
     inputs: Float[Tensor, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     snapshots: RecurrentState,
     layer: int,
@@ -126,7 +128,7 @@ def kernel_prefill(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     snapshots: RecurrentState,
     layer: int,
@@ -136,6 +138,20 @@ def kernel_prefill(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
+    if not sizes.has_delta:
+        return plain_prefill(
+            inputs,
+            weights,
+            sizes,
+            states,
+            snapshots,
+            layer,
+            slots,
+            row_starts,
+            request,
+            save_after,
+            save,
+        )
     return kernels.gdn_prefill.prefill(
         inputs,
         conv=weights.conv,
@@ -163,7 +179,7 @@ prefill = kernel_or_reference(kernel_prefill, plain_prefill, takes=is_bfloat16)
 def plain_verify(
     inputs: Float[Tensor, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
@@ -189,7 +205,7 @@ def kernel_verify(
     kernels: Kernels,
     inputs: Float[Tensor, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
@@ -197,6 +213,10 @@ def kernel_verify(
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
+    if not sizes.has_delta:
+        keeps_nodes = isinstance(scratch.kept, ReplayInputs)
+        plain_operation = plain_verify if keeps_nodes else plain_decode
+        return plain_operation(inputs, weights, sizes, states, layer, slots, nodes, scratch)
     B, N = nodes.row_of.shape
     return kernels.gdn_layer.verify(
         inputs,
@@ -224,7 +244,7 @@ verify = kernel_or_reference(kernel_verify, plain_verify)
 def plain_decode(
     inputs: Float[Tensor, "R outputs"],
     weights: RecurrentWeights,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     states: RecurrentState,
     layer: int,
     slots: Int[Tensor, " B"],
@@ -239,7 +259,7 @@ def plain_decode(
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, states.recurrent[layer, slots], _ = recurrent_decode(inputs, weights, sizes, *held)
     (memory,) = _arrays_of(scratch.kept)
-    memory[layer, :, 0] = inputs[:, : sizes.channels]
+    memory[layer, :, 0], *_ = split_inputs(inputs, sizes)
     return out
 
 
@@ -304,4 +324,5 @@ commit = kernel_or_reference(kernel_commit, plain_commit)
 def _arrays_of(kept: ReplayInputs | Tensor) -> tuple[Tensor, ...]:
     if isinstance(kept, Tensor):
         return (kept,)
-    return kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs
+    beta = () if kept.beta is None else (kept.beta,)
+    return kept.k, kept.v, kept.log_decay, *beta, kept.inputs

@@ -18,7 +18,7 @@ from torch_impl.ops.recurrent import gated_delta
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """States of rows (or slots) in all GDN layers."""
+    """States of rows (or slots) in all recurrent layers."""
 
     recurrent: Float[Tensor, "L B H K V"]
     window: Float[Tensor, "L B 3 C"]
@@ -26,12 +26,12 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class ReplayInputs:
-    """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
+    """Replay inputs: the inputs of a verify's nodes in all layers, exactly as it used them."""
 
     k: Float[Tensor, "L B N H K"]
     v: Float[Tensor, "L B N H V"]
     log_decay: Float[Tensor, "L B N H"]
-    beta: Float[Tensor, "L B N H"]
+    beta: Float[Tensor, "L B N H"] | None
     inputs: Float[Tensor, "L B N C"]
 
 
@@ -39,6 +39,7 @@ def conv(
     windows: Float[Tensor, "*rows 3 C"],
     inputs: Float[Tensor, "*rows C"],
     weight: Float[Tensor, "C 4"],
+    bias: Float[Tensor, " C"] | None,
 ) -> Float[Tensor, "*rows C"]:
     """Computes the depthwise causal convolution of width 4 and silu, in float32."""
     total, *products = (
@@ -46,7 +47,7 @@ def conv(
     )
     for product in products:
         total += product
-    return layers.silu(total)
+    return layers.silu(total if bias is None else total + bias.float())
 
 
 def chain_windows(
@@ -123,22 +124,33 @@ def replay(
 ) -> tuple[RecurrentState, RecurrentState, Bool[Tensor, " B"]]:
     path = path[:, : clamp_rows(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
-    k, v, log_decay, beta, inputs = (
-        x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
+    k, v, log_decay, inputs = (
+        x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.inputs)
     )
+    beta = None if kept.beta is None else kept.beta[:, rows, path]
     recurrent = saved = state.recurrent
     for i in range(path.shape[1]):
         # A row's tokens past its count have no effect: no decay, and key, beta and value 0.
         is_real = i < counts[:, None]
-        token = (x[:, :, i] for x in (k, v, log_decay, beta))
-        token = (torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0) for x in token)
-        recurrent = gated_delta.update(recurrent, *token)
+        recurrent = gated_delta.update(
+            recurrent,
+            _masked(k[:, :, i], is_real),
+            _masked(v[:, :, i], is_real),
+            _masked(log_decay[:, :, i], is_real),
+            None if beta is None else _masked(beta[:, :, i], is_real),
+        )
         if any_row_set(is_saved := save_after == i + 1):
             saved = torch.where(is_saved[None, :, None, None, None], recurrent, saved)
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
     return RecurrentState(recurrent, new_window), RecurrentState(saved, save_window), passed
+
+
+def _masked(
+    x: Float[Tensor, "L B *rest"], is_real: Bool[Tensor, "B 1"]
+) -> Float[Tensor, "L B *rest"]:
+    return torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0)
 
 
 def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:

@@ -51,8 +51,10 @@ def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> RecurrentWe
     heads = sizes.num_value_heads
     return RecurrentWeights(
         conv=rng.standard_normal((sizes.channels, 4), np.float32) / 2,
+        conv_bias=None,
         a_log=rng.uniform(-2, 2, heads).astype(np.float32),
         dt_bias=rng.uniform(-3, 1, heads).astype(np.float32),
+        skip=None,
         norm=(1 + rng.standard_normal(sizes.value_size, np.float32) / 4).astype(np.float32),
         eps=EPS,
     )

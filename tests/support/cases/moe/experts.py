@@ -27,6 +27,7 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
         "num_chosen_groups": 1,
         "is_renormalised": True,
         "routed_factor": 1.0,
+        "output_factor": 1.0,
         "has_bias": False,
         "activation": Activation(),
         "tensors": ExpertTensors(),

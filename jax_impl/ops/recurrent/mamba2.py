@@ -1,0 +1,67 @@
+"""Mamba2: the inputs of its recurrence, and its output norm; same as `shared.spec.mamba2`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import layers
+from jax_impl.ops.recurrent.gated_delta import RecurrenceInputs
+from shared.boundary.tp_group import TPGroup
+from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
+
+
+def recurrence_inputs(
+    channels: Float[jax.Array, "R C"],
+    dt: Float[jax.Array, "R H"],
+    a_log: Float[jax.Array, " H"],
+    dt_bias: Float[jax.Array, " H"],
+    skip: Float[jax.Array, " H"],
+    sizes: Mamba2Config,
+) -> RecurrenceInputs:
+    """Same as the specification; channels are rounded to the dtype of `dt`."""
+    (H, N, P), G, R = sizes.state_shape, sizes.num_groups, len(channels)
+    rounded = channels.astype(dt.dtype).astype(jnp.float32)
+    x, b, c = jnp.split(rounded, [H * P, H * P + G * N], axis=1)
+    x = x.reshape(R, H, P)
+    k, q = (jnp.repeat(each.reshape(R, G, N), H // G, axis=1) for each in (b, c))
+    dt = layers.softplus(dt.astype(jnp.float32) + dt_bias)
+    return RecurrenceInputs(
+        q=q,
+        k=k,
+        v=dt[..., None] * x,
+        log_decay=-dt * jnp.exp(a_log),
+        beta=None,
+        skipped=skip[:, None] * x,
+    )
+
+
+def output_norm(
+    out: Float[jax.Array, "R values"],
+    z: Float[jax.Array, "R values"],
+    weight: Float[jax.Array, " values"] | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[jax.Array, "R values"]:
+    """Same as the specification, in float32; the result has the dtype of `z`.
+
+    Ranks of the tensor-parallel group gather the columns of a group of the norm that they share.
+    """
+    gate, out = layers.silu(z.astype(jnp.float32)), out.astype(jnp.float32)
+    if weight is None:
+        return (out * gate).astype(z.dtype)
+    is_gated = sizes.norm is OutputNorm.AFTER_GATE
+    normed = weight * _normed(out * gate if is_gated else out, eps, sizes, group)
+    return (normed if is_gated else normed * gate).astype(z.dtype)
+
+
+def _normed(
+    x: Float[jax.Array, "R values"], eps: float, sizes: Mamba2Config, group: TPGroup
+) -> Float[jax.Array, "R values"]:
+    """Divides the columns of each group by their root mean square."""
+    is_cut = sizes.values % sizes.norm_size > 0
+    whole = all_gather.all_gather(group, x) if is_cut else x
+    groups = whole.reshape(len(x), -1, sizes.norm_size)
+    normed = layers.rms_norm(groups, None, eps).reshape(len(x), -1)
+    return all_gather.local_columns(group, normed) if is_cut else normed

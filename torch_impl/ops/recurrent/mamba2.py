@@ -1,0 +1,66 @@
+"""Mamba2: the inputs of its recurrence, and its output norm; same as `shared.spec.mamba2`."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from shared.boundary.tp_group import TPGroup
+from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import layers
+from torch_impl.ops.recurrent.gated_delta import RecurrenceInputs
+
+
+def recurrence_inputs(
+    channels: Float[Tensor, "R C"],
+    dt: Float[Tensor, "R H"],
+    a_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " H"],
+    skip: Float[Tensor, " H"],
+    sizes: Mamba2Config,
+) -> RecurrenceInputs:
+    """Same as the specification; channels are rounded to the dtype of `dt`."""
+    (H, N, P), G = sizes.state_shape, sizes.num_groups
+    rounded = channels.to(dt.dtype).float()
+    x, b, c = rounded.split([H * P, G * N, G * N], dim=1)
+    x = x.unflatten(1, (H, P))
+    k, q = (each.unflatten(1, (G, N)).repeat_interleave(H // G, dim=1) for each in (b, c))
+    dt = layers.softplus(dt.float() + dt_bias)
+    return RecurrenceInputs(
+        q=q,
+        k=k,
+        v=dt[..., None] * x,
+        log_decay=-dt * a_log.exp(),
+        beta=None,
+        skipped=skip[:, None] * x,
+    )
+
+
+def output_norm(
+    out: Float[Tensor, "R values"],
+    z: Float[Tensor, "R values"],
+    weight: Float[Tensor, " values"] | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[Tensor, "R values"]:
+    """Same as the specification, in float32; the result has the dtype of `z`.
+
+    Ranks of the tensor-parallel group gather the columns of a group of the norm that they share.
+    """
+    gate, out = layers.silu(z.float()), out.float()
+    if weight is None:
+        return (out * gate).to(z.dtype)
+    is_gated = sizes.norm is OutputNorm.AFTER_GATE
+    normed = weight * _normed(out * gate if is_gated else out, eps, sizes, group)
+    return (normed if is_gated else normed * gate).to(z.dtype)
+
+
+def _normed(
+    x: Float[Tensor, "R values"], eps: float, sizes: Mamba2Config, group: TPGroup
+) -> Float[Tensor, "R values"]:
+    """Divides the columns of each group by their root mean square."""
+    is_cut = sizes.values % sizes.norm_size > 0
+    whole = all_gather.all_gather(group, x) if is_cut else x
+    groups = whole.unflatten(1, (-1, sizes.norm_size))
+    normed = layers.rms_norm(groups, None, eps).flatten(1)
+    return all_gather.local_columns(group, normed) if is_cut else normed
