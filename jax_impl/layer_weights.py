@@ -12,7 +12,7 @@ from jax_impl.ops import Norm, Scale
 from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.per_layer import PerLayerInput
-from jax_impl.ops.moe.experts import Experts
+from jax_impl.ops.moe.experts import Experts, ParallelMLP
 from shared.models.groups import places
 from shared.models.layers import LayerConfig
 from shared.models.stacks import BIAS
@@ -76,6 +76,32 @@ def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
         score_bias=_vector(bias, place, in_stacks),
         shared_gate_up=at("shared_gate_up") if has_own else None,
         shared_down=at("shared_down") if has_own else None,
+        expert_scale=_vector(stacks.get(f"{prefix}expert_scale"), place, in_stacks),
+        parallel=_parallel_mlp(stacks, prefix, place, in_stacks),
+    )
+
+
+def _parallel_mlp(
+    stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
+) -> ParallelMLP | None:
+    if (router_norm := stacks.get(f"{prefix}router_norm")) is None:
+        return None
+
+    def norm(stack: jax.Array) -> Norm:
+        found = _vector(stack, place, in_stacks)
+        assert found is not None  # the stack exists
+        return found
+
+    gate_up, down = (
+        matrix_of(stacks, f"{prefix}parallel_{x}", place, in_stacks) for x in ("gate_up", "down")
+    )
+    return ParallelMLP(
+        gate_up=gate_up,
+        down=down,
+        router_norm=norm(router_norm * router_norm.shape[-1] ** -0.5),
+        expert_norm=norm(stacks[f"{prefix}expert_norm"]),
+        mlp_end_norm=norm(stacks[f"{prefix}mlp_end_norm"]),
+        expert_end_norm=norm(stacks[f"{prefix}expert_end_norm"]),
     )
 
 

@@ -16,6 +16,7 @@ from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear, per_layer
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
+from jax_impl.ops.moe.parallel_experts import added_parallel_experts
 from jax_impl.ops.recurrent import recurrent_layer
 from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
 from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output
@@ -200,7 +201,11 @@ def experts(
     """Adds the MoE block of a layer to the residual stream."""
     assert isinstance(layer.feed, Experts)
     assert config.experts is not None  # a model with such layers has their sizes
-    return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+    eps, parallel, end_norm = config.rms_eps, layer.feed.parallel, layer.feed_end_norm
+    if parallel is None or end_norm is None:
+        return added_experts(stream, eps, config.experts, layer.feed, norm)
+    added = added_parallel_experts(stream, eps, config.experts, layer.feed, parallel, end_norm)
+    return added._replace(norm=norm)
 
 
 FEEDS = {"mlp": mlp, "experts": experts}

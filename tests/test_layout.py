@@ -43,6 +43,8 @@ PALLAS_ALONE = {
 }
 TEST_OF_SPEC = {
     "model": "golden",
+    "layer_weights": "golden",
+    "parallel_experts": "golden",
     "per_layer": "golden",
     "convolution": "dflash2",
     "tree_growth": "eagle",

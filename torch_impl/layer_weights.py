@@ -13,7 +13,7 @@ from torch_impl.model_weights import Attention, LatentAttention, Layer, Mlp, Rec
 from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
 from torch_impl.ops.gemm.per_layer import PerLayerInput
-from torch_impl.ops.moe.experts import Experts
+from torch_impl.ops.moe.experts import Experts, ParallelMLP
 
 Tensors = Mapping[str, Any]
 """Tensors by name; a stack that stays quantised is a `Matrix`."""
@@ -58,6 +58,7 @@ def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:
 
 def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
     bias, has_own = tensors.get(f"{prefix}score_bias"), f"{prefix}shared_down" in tensors
+    expert_scale = tensors.get(f"{prefix}expert_scale")
     router, gate_up, down = (
         matrix_of(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
     )
@@ -68,6 +69,29 @@ def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
         score_bias=None if bias is None else bias[place],
         shared_gate_up=matrix_of(tensors, f"{prefix}shared_gate_up", place) if has_own else None,
         shared_down=matrix_of(tensors, f"{prefix}shared_down", place) if has_own else None,
+        expert_scale=None if expert_scale is None else expert_scale[place],
+        parallel=_parallel_mlp(tensors, prefix, place),
+    )
+
+
+def _parallel_mlp(tensors: Tensors, prefix: str, place: int) -> ParallelMLP | None:
+    if f"{prefix}router_norm" not in tensors:
+        return None
+
+    def norm(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}"][place]
+
+    gate_up, down = (
+        matrix_of(tensors, f"{prefix}parallel_{x}", place) for x in ("gate_up", "down")
+    )
+    router_norm = norm("router_norm")
+    return ParallelMLP(
+        gate_up=gate_up,
+        down=down,
+        router_norm=router_norm * router_norm.shape[-1] ** -0.5,
+        expert_norm=norm("expert_norm"),
+        mlp_end_norm=norm("mlp_end_norm"),
+        expert_end_norm=norm("expert_end_norm"),
     )
 
 

@@ -167,6 +167,14 @@ def _experts_dtype_fault(
     return _dtype_fault(takes, blueprint, program) if has_layers else None
 
 
+def _parallel_experts_fault(
+    takes: KernelLimits, blueprint: BackendSpec, program: Program
+) -> str | None:
+    experts = [model.experts for model in _models(blueprint)]
+    is_parallel = any(each is not None and each.parallel is not None for each in experts)
+    return _dtype_fault(takes, blueprint, program) if is_parallel else None
+
+
 def _experts_size_fault(
     takes: KernelLimits, blueprint: BackendSpec, program: Program
 ) -> str | None:
@@ -200,6 +208,7 @@ OPERATIONS = (
     Operation("recurrent_layer.verify", _mamba2_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
+    Operation("parallel_experts", _parallel_experts_fault, is_refused=False),
     Operation("convolution", _convolution_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),

@@ -226,6 +226,8 @@ def _feed_row_bytes(feed: MLPConfig | MoEConfig, hidden: int, item: int) -> int:
         return 3 * feed.intermediate * item
     chosen = feed.top_k * (3 * feed.intermediate * item + 4 * hidden)
     shared = 3 * feed.shared_intermediate * item + 4 * hidden
+    if feed.parallel is not None:  # its own output, and the scaled rows of router and experts
+        shared += 3 * feed.parallel.intermediate * item + 4 * hidden * item
     return chosen + shared + 4 * feed.num_scored
 
 

@@ -100,7 +100,8 @@ class ModelConfig:
             parts = [each.config for each in (*self.groups, *self.mlp_groups)]
             if sum(isinstance(part, unique) for part in parts) > 1:
                 raise ValueError(f"{plural} of different sizes are not supported")
-        if self.experts and self.ends_with_norms:
+        is_parallel = self.experts is not None and self.experts.parallel is not None
+        if self.experts and self.ends_with_norms != is_parallel:
             raise ValueError("MoE layers with post-norms are not supported")
         if self.experts and self.experts.output_factor != self.residual_factor:
             raise ValueError(

@@ -64,6 +64,8 @@ def init_of(parameter: Parameter) -> InitSpec:
         return InitSpec.around(-1.0, 2.0)
     if leaf == "score_bias":
         return InitSpec.around(0.0, 2.0**-5)  # much smaller than differences of scores
+    if leaf in ("layer_scalar", "expert_scale"):
+        return InitSpec.around(1.0, 0.125)
     if leaf.endswith("norm"):
         return InitSpec.around(1.0 - parameter.centre, 0.125)
     if leaf in ("embed", "lm_head"):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shared.models.activation import SILU, SWIGLU_OAI, Activation
 from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
-from shared.models.mlp import USUAL_TENSORS, ExpertTensors, MoEConfig
+from shared.models.mlp import USUAL_TENSORS, ExpertTensors, MLPConfig, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,10 @@ class Routing:
       reads_types: True if `mlp_layer_types`, where it is stated, defines the dense layers.
       has_bias, tensors: See `MoEConfig`.
       activation: Kind of activation.
+      top_k_field: Field with the number of experts per token.
+      enabled_by: Field that enables the experts; empty if the number of experts does.
+      is_parallel: True if each layer also has a dense MLP, and each expert a scale; see
+        `MoEConfig`.
     """
 
     count_field: str = "num_experts"
@@ -42,6 +46,9 @@ class Routing:
     reads_types: bool = False
     has_bias: bool = False
     activation: str = SILU
+    top_k_field: str = "num_experts_per_tok"
+    enabled_by: str = ""
+    is_parallel: bool = False
     tensors: ExpertTensors = USUAL_TENSORS
 
 
@@ -73,7 +80,7 @@ def read_experts(text: Json, routing: Routing, output_factor: float) -> MoEConfi
         shared = width * count(text, "n_shared_experts")
     return MoEConfig(
         num_experts=positive(text, routing.count_field, most=MOST_NAMED),
-        top_k=positive(text, "num_experts_per_tok"),
+        top_k=positive(text, routing.top_k_field),
         intermediate=width,
         shared_intermediate=shared,
         shared_is_gated=routing.has_shared_gate,
@@ -85,9 +92,16 @@ def read_experts(text: Json, routing: Routing, output_factor: float) -> MoEConfi
         routed_factor=number(text, "routed_scaling_factor") if routing.has_groups else 1.0,
         output_factor=output_factor,
         has_bias=routing.has_bias,
-        activation=_activation(text, routing.activation),
+        activation=(activation := _activation(text, routing.activation)),
+        has_expert_scale=routing.is_parallel,
+        parallel=_parallel(text, activation) if routing.is_parallel else None,
         tensors=routing.tensors,
     )
+
+
+def _parallel(text: Json, activation: Activation) -> MLPConfig:
+    width = positive(text, "intermediate_size")
+    return MLPConfig(intermediate=width, bias=False, activation=activation)
 
 
 def _activation(text: Json, kind: str) -> Activation:
@@ -98,7 +112,11 @@ def _activation(text: Json, kind: str) -> Activation:
 
 def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[bool]:
     """Returns a flag per layer: True for MoE layers."""
-    if routing is None or not count(text, routing.count_field):
+    if routing is None:
+        return [False] * num_layers
+    if routing.enabled_by:
+        return [flag(text, routing.enabled_by)] * num_layers
+    if not count(text, routing.count_field):
         return [False] * num_layers
     types = listed(text, "mlp_layer_types", str) if routing.reads_types else None
     if types is not None:

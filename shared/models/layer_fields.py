@@ -261,6 +261,9 @@ def _reading(layer: LayerConfig, source: int, factor: int) -> LayerConfig:
     mlp = layer.mlp
     if isinstance(mlp, MLPConfig):
         mlp = replace(mlp, intermediate=factor * mlp.intermediate)
+    elif mlp.parallel is not None:
+        wide = replace(mlp.parallel, intermediate=factor * mlp.parallel.intermediate)
+        mlp = replace(mlp, parallel=wide)
     mixer = replace(layer.mixer, has_kv=False)
     return replace(layer, mixer=mixer, mlp=mlp, kv_shared_layer_index=source)
 

@@ -12,7 +12,7 @@ from shared.models.activation import Activation
 from shared.models.head_groups import check_groups
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.sharded_range import ShardedRange
-from shared.models.stacks import BIAS, StackSettings, bias, stack
+from shared.models.stacks import BIAS, StackSettings, bias, norms_of, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +119,9 @@ class MoEConfig:
       output_factor: Multiplier of the output, which is added to the residual stream.
       has_bias: True if the router and both matrices of an expert have a bias.
       activation: Activation of the experts.
+      has_expert_scale: True if the weight of each expert is multiplied by a stored number.
+      parallel: Dense MLP that runs in parallel to the experts; None without. Both have norms of
+        their own before and after, and so has the router.
       tensors: Names and layout in a checkpoint.
 
     Raises:
@@ -141,6 +144,8 @@ class MoEConfig:
     output_factor: float
     has_bias: bool
     activation: Activation
+    has_expert_scale: bool
+    parallel: MLPConfig | None
     tensors: ExpertTensors
 
     def __post_init__(self) -> None:
@@ -192,6 +197,8 @@ class MoEConfig:
         """Sizes that must be multiples of the number of TP ranks, with their config.json fields."""
         yield self.tensors.width_field, self.intermediate
         yield "shared_expert_intermediate_size", self.shared_intermediate
+        if self.parallel is not None:
+            yield from self.parallel.divided
 
     def local(self, count: int) -> Self:
         """Returns the config of one of `count` TP ranks."""
@@ -199,6 +206,7 @@ class MoEConfig:
             self,
             intermediate=self.intermediate // count,
             shared_intermediate=self.shared_intermediate // count,
+            parallel=None if self.parallel is None else self.parallel.local(count),
         )
 
     def parameters(
@@ -235,7 +243,28 @@ class MoEConfig:
             tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up, sections=cut))
             cut = (ShardedRange(hidden),)
             tensors.append(stack(f"{prefix}shared_down", layers, down, sections=cut))
-        return tensors
+        if self.has_expert_scale:
+            scale = {"router.per_expert_scale": (self.num_experts,)}
+            tensors.append(stack(f"{prefix}expert_scale", layers, scale, float32=True))
+        return tensors + self._parallel_mlp(prefix, layers, settings)
+
+    def _parallel_mlp(
+        self, prefix: str, layers: Sequence[str], settings: StackSettings
+    ) -> list[Parameter]:
+        """Returns the stacks of the parallel MLP, and of the norms of both branches."""
+        if self.parallel is None:
+            return []
+        norms = {
+            "router_norm": "router.scale",
+            "expert_norm": "pre_feedforward_layernorm_2.weight",
+            "mlp_end_norm": "post_feedforward_layernorm_1.weight",
+            "expert_end_norm": "post_feedforward_layernorm_2.weight",
+        }
+        hidden, centre = settings.hidden, settings.norm_centre
+        return [
+            *self.parallel.parameters(f"{prefix}parallel_", layers, settings),
+            *(norms_of(f"{prefix}{x}", layers, y, hidden, centre) for x, y in norms.items()),
+        ]
 
     def _experts(
         self,

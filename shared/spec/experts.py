@@ -6,7 +6,7 @@ multiplied by its weight first, in float32; the shared expert is last. The resul
 neither on the order of ties nor on other rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -15,6 +15,25 @@ from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
 from shared.spec import layers, linear
 from shared.spec.linear import Matrix, NormedStream
+
+
+@dataclass(frozen=True)
+class ParallelMLP:
+    """Dense MLP in parallel to experts, and the norms of both branches.
+
+    Attributes:
+      gate_up, down: Projections of the MLP.
+      router_norm, expert_norm: Scales of the norms before the router and before the experts; that
+        of the router includes hidden ** -0.5.
+      mlp_end_norm, expert_end_norm: Scales of the norms after the MLP and after the experts.
+    """
+
+    gate_up: Matrix
+    down: Matrix
+    router_norm: Float[np.ndarray, " hidden"]
+    expert_norm: Float[np.ndarray, " hidden"]
+    mlp_end_norm: Float[np.ndarray, " hidden"]
+    expert_end_norm: Float[np.ndarray, " hidden"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,8 @@ class Experts:
       down: Down projection of each expert, in the same order.
       score_bias: Bias added to scores for the selection only; None if the model has none.
       shared_gate_up, shared_down: Weights of a shared expert of another width; else None.
+      expert_scale: Multiplier of the weight of each expert; None if the model has none.
+      parallel: Dense MLP in parallel to the experts; None without.
     """
 
     router: Matrix
@@ -36,6 +57,8 @@ class Experts:
     score_bias: Float[np.ndarray, " experts"] | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
+    expert_scale: Float[np.ndarray, " experts"] | None = None
+    parallel: ParallelMLP | None = None
 
 
 @dataclass(frozen=True)
@@ -113,16 +136,22 @@ def _summed(x: Float32[np.ndarray, "R some"]) -> Float32[np.ndarray, "R 1"]:
 
 
 def experts(
-    x: Float[np.ndarray, "R hidden"], config: MoEConfig, weights: Experts
+    x: Float[np.ndarray, "R hidden"],
+    config: MoEConfig,
+    weights: Experts,
+    scored: Float[np.ndarray, "R hidden"] | None = None,
 ) -> Float32[np.ndarray, "R hidden"]:
     """Computes the output of the MoE block for each row, in float32.
 
     Args:
       x: Normed rows.
       config, weights: Config and weights of the MoE block.
+      scored: Rows that the router reads; None for `x`.
     """
-    logits = linear.product_float32(x, weights.router)
+    logits = linear.product_float32(x if scored is None else scored, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+    if weights.expert_scale is not None:
+        chosen = replace(chosen, weights=chosen.weights * weights.expert_scale[chosen.ids])
     out = np.zeros(x.shape, np.float32)
     for row, (ids, shares) in enumerate(zip(chosen.ids, chosen.weights, strict=True)):
         for expert, share in zip(ids, shares, strict=True):

@@ -5,9 +5,8 @@ in GDN layers: chunked with advancing states, or over a tree with unchanged stat
 the residual stream before layer i; `streams[L]` is after the last layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,7 +14,6 @@ from jaxtyping import Float, Int
 from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
 from shared.models.mlp import MLPConfig, MoEConfig
-from shared.models.stacks import BIAS
 from shared.spec import attention, draft_tree, layers, linear, per_layer
 from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
 from shared.spec.attention_layer import (
@@ -28,17 +26,17 @@ from shared.spec.attention_layer import (
 )
 from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
-from shared.spec.experts import Experts, added_experts
+from shared.spec.experts import added_experts
 from shared.spec.latent_attention import LatentWeights, latent_attention
+from shared.spec.layer_weights import Weights, experts_of, matrix, per_layer_table, scale
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.mrope import mrope_section_map
-from shared.spec.per_layer import PerLayerInput, PerLayerTable
+from shared.spec.parallel_experts import added_parallel_experts
+from shared.spec.per_layer import PerLayerInput
 from shared.spec.recurrent_mixer import RecurrentMixer, RecurrentPrefill, RecurrentVerify
 from shared.spec.recurrent_state import RecurrentState, ReplayInputs
 
-Weights = Mapping[str, Any]
-"""Arrays of a model by name; a stack that stays quantised is a `Matrix`."""
 Hidden = Float[np.ndarray, "R hidden"]
 
 
@@ -183,22 +181,11 @@ def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.nd
     return found if config.logits_softcap is None else layers.softcap(found, config.logits_softcap)
 
 
-def matrix(weights: Weights, name: str, layer: int) -> Matrix:
-    """Returns the weight of one layer of a stack, with its bias."""
-    stack = stored if isinstance(stored := weights[name], Matrix) else Matrix.plain(stored)
-    return replace(stack, bias=weights.get(f"{name}{BIAS}")).at(layer)
-
-
 def norm(
     config: ModelConfig, x: Float[np.ndarray, "..."], weight: Float[np.ndarray, " size"]
 ) -> Float[np.ndarray, "..."]:
     """Applies the model's RMS norm."""
     return layers.rms_norm(x, scale(config, weight), config.rms_eps)
-
-
-def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.ndarray, " size"]:
-    """Returns the multiplier of a norm; zero-centred norms store its difference from 1."""
-    return 1 + weight if config.zero_centered_norms else weight
 
 
 def angles(config: SelfAttentionConfig, rows: AttentionRows) -> Angles:
@@ -348,18 +335,17 @@ def mlp_layer(
     """
     name, index = stack
     if isinstance(mlp, MoEConfig):
-        experts = experts_of(weights, name, index)
-        return added_experts(stream, config.rms_eps, mlp, experts, norm)
+        experts = experts_of(config, weights, name, index)
+        if experts.parallel is None:
+            return added_experts(stream, config.rms_eps, mlp, experts, norm)
+        end_norm = scale(config, weights[f"{prefix}feed_end_norm"][layer])
+        added = added_parallel_experts(
+            stream, config.rms_eps, mlp, experts, experts.parallel, end_norm
+        )
+        return replace(added, norm=norm)
     gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
     x = linear.act_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
-
-
-def per_layer_table(config: ModelConfig, weights: Weights) -> PerLayerTable:
-    """Returns the weights that compute the per-layer embeddings."""
-    projection = Matrix.plain(weights["per_layer.projection"])
-    scales = scale(config, weights["per_layer.norm"])
-    return PerLayerTable(weights["per_layer.embed"], projection, scales)
 
 
 def layer_end(
@@ -393,23 +379,6 @@ def norm_between(
 ) -> Float[np.ndarray, " hidden"] | None:
     """Returns the scale of the norm between a layer's mixer and its MLP."""
     return _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
-
-
-def experts_of(weights: Weights, prefix: str, place: int) -> Experts:
-    """Returns the MoE weights of one layer."""
-
-    def at(name: str) -> Matrix:
-        return matrix(weights, f"{prefix}{name}", place)
-
-    bias, has_own = weights.get(f"{prefix}score_bias"), f"{prefix}shared_down" in weights
-    return Experts(
-        router=at("router"),
-        gate_up=at("gate_up"),
-        down=at("down"),
-        score_bias=None if bias is None else bias[place],
-        shared_gate_up=at("shared_gate_up") if has_own else None,
-        shared_down=at("shared_down") if has_own else None,
-    )
 
 
 def _norm_before(

@@ -17,7 +17,7 @@ from tests.support.backends import make_backend
 from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of
 from tests.support.contract_host import contract_capacity
 from tests.support.ngram_texts import drafted, plain
-from tests.support.tiny_models import EXPERTS, WITH_MTP, WITHIN_OTHERS
+from tests.support.tiny_models import EXPERTS, MATRIX_ONLY, WITH_MTP
 from tests.support.tree_cells import TREES, TreeCell, cell, head_of
 
 CHAIN, TREE = TREES[0], TREES[2]
@@ -51,9 +51,9 @@ def backends() -> Iterator[Backends]:
 def is_usual(one: TreeCell) -> bool:
     """Trees are sampled and chains greedy, with every drafter.
 
-    A family without switches of its own is in the matrix.
+    Cells of `MATRIX_ONLY` families are in the matrix.
     """
-    return (one.tree == TREE) == (one.sampling == SAMPLED) and one.family not in WITHIN_OTHERS
+    return (one.tree == TREE) == (one.sampling == SAMPLED) and one.family not in MATRIX_ONLY
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_moe_mtp_drafts_accepted_partly(family, backends):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(x, marks=pytest.mark.matrix if x in WITHIN_OTHERS else ()) for x in EXPERTS],
+    [pytest.param(x, marks=pytest.mark.matrix if x in MATRIX_ONLY else ()) for x in EXPERTS],
 )
 def test_moe_ngram_drafts_preserve_plain_output(family, sampled):
     config, weights = model_of(family)

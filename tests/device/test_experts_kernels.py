@@ -50,6 +50,9 @@ SMALL = {
     "GELU": Case(3, 64, 32, routing(6, 2), activation=Activation(GELU_TANH)),
     "no gate": Case(5, 64, 40, routing(6, 2), activation=Activation(RELU2), has_biases=True),
     "no gate, FP8": Case(2, 128, 128, routing(4, 2), activation=Activation(RELU2), quantized="FP8"),
+    "parallel to an MLP": Case(
+        5, 64, 32, routing(6, 3), activation=Activation(GELU_TANH), is_parallel=True
+    ),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {

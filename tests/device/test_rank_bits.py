@@ -34,7 +34,7 @@ from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
-from tests.support.tiny_models import DENSE, DIVIDED, LATENT, WITH_MTP, WITHIN_OTHERS
+from tests.support.tiny_models import DENSE, DIVIDED, LATENT, MATRIX_ONLY, WITH_MTP
 from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
@@ -158,7 +158,7 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     ("framework", "family"),
     [
         *every(EXPERTS, EXPERTS[:4], EXPERTS[4:]),
-        *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in WITHIN_OTHERS),
+        *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in MATRIX_ONLY),
     ],
 )
 def test_tp_every_moe_family_bitwise_equal(family, framework, backends):

@@ -33,7 +33,7 @@ from shared.models.model_folder import ModelFolder
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.stacks import single, stack
-from shared.spec import experts, linear, model
+from shared.spec import experts, layer_weights, linear
 from tests.support.tiny_heads import tiny_head_config
 from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_model
 from tests.support.weight_formats import w8a16_of
@@ -181,7 +181,7 @@ def test_dummy_routers_spread_rows_over_experts(family):
     checkpoint, sizes = DummyCheckpoint.of_model(config, None), config.experts
     arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
     rows = np.random.default_rng(0).standard_normal((256, config.hidden), np.float32)
-    layer = model.experts_of(arrays, "experts.", 0)
+    layer = layer_weights.experts_of(config, arrays, "experts.", 0)
     logits = linear.product_float32(rows, layer.router)[:, : sizes.num_experts]
     ids = experts.choose(logits, sizes, layer.score_bias).ids
     counts = np.bincount(ids.ravel(), minlength=sizes.num_experts)

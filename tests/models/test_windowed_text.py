@@ -18,7 +18,7 @@ BACKENDS: dict[str, type[LLM]] = {"torch": TorchLLM, "jax": JaxLLM}
 TOKENS = 16
 PROMPTS = [[(7 * i + i // 5) % 150 for i in range(27)], [11, 12, 13, 14] * 5]
 """Prompts of two windows and more."""
-NAMES = ("gemma4, shared KV, wide MLPs", "gemma4, K = V", "gemma4_unified_text")
+NAMES = ("gemma4, shared KV, wide MLPs", "gemma4, K = V", "gemma4, experts", "gemma4_unified_text")
 DRAFTERS = ("none", "NGRAM", "STANDALONE")
 
 

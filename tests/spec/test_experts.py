@@ -33,6 +33,8 @@ SOFTMAX = MoEConfig(
     output_factor=1.0,
     has_bias=False,
     activation=Activation(),
+    has_expert_scale=False,
+    parallel=None,
     tensors=ExpertTensors(),
 )
 SIGMOID = replace(SOFTMAX, scores="sigmoid", has_score_bias=True, routed_factor=2.5)

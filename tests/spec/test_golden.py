@@ -66,6 +66,7 @@ TURNED = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4_moe",
     "glm4_moe",
     "gpt_oss_bf16",
     "granite",
@@ -122,7 +123,8 @@ def test_prefill_kv_matches_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
-    windowed = {"gemma2": 1, "gemma3": 2, "gemma4": 2, "gpt_oss_bf16": 1, "olmo3": 3}
+    windowed = {"gemma2": 1, "gemma3": 2, "gemma4": 2, "gemma4_moe": 2}
+    windowed |= {"gpt_oss_bf16": 1, "olmo3": 3}
     first = windowed | dict.fromkeys(("granitemoehybrid", "granitemoehybrid_dense"), 2)
     first |= {"bamba": 1, "qwen3_5_dense": 3, "qwen3_5_moe": 1, "qwen3_next": 1}
     layer = first.get(folder, 0)  # the first with full attention

@@ -58,6 +58,7 @@ class Case(NamedTuple):
       quantized: Format of the weights, of `cases.gemm.linear.QUANTIZED`; None: they are numbers.
       activation: Of the experts.
       has_biases: Whether the router and the experts have biases.
+      is_parallel: Whether the router reads rows of a norm of its own, and experts have scales.
     """
 
     R: int
@@ -69,6 +70,7 @@ class Case(NamedTuple):
     is_scaled: bool = True
     activation: Activation = Activation()
     has_biases: bool = False
+    is_parallel: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -91,6 +93,8 @@ class Block(NamedTuple):
     router: np.ndarray
     router_bias: np.ndarray | None
     bias: np.ndarray | None
+    scored: np.ndarray | None
+    expert_scale: np.ndarray | None
     gate_up: np.ndarray
     gate_up_bias: np.ndarray | None
     down: np.ndarray
@@ -151,6 +155,8 @@ def block_of(case: Case) -> Block:
         router=router,
         router_bias=biases(choice.outputs),
         bias=_normal(rng, choice.experts) / 4 if case.is_biased else None,
+        scored=_rounded(rows * (1 + _normal(rng, hidden) / 2)) if case.is_parallel else None,
+        expert_scale=1 + _normal(rng, choice.experts) / 4 if case.is_parallel else None,
         gate_up=shapes["gate_up"],
         gate_up_bias=biases(choice.stored, wide),
         down=shapes["down"],
@@ -170,7 +176,8 @@ def reference(case: Case) -> Found:
     block, choice = block_of(case), case.routing
     mean = np.square(block.rows).mean(axis=1, keepdims=True)
     x = block.scaled / np.sqrt(mean + np.float32(EPS))
-    logits = x @ block.router.T + (0 if block.router_bias is None else block.router_bias)
+    scored = x if block.scored is None else block.scored / np.sqrt(mean + np.float32(EPS))
+    logits = scored @ block.router.T + (0 if block.router_bias is None else block.router_bias)
     logits, gates = np.split(logits, [choice.experts], axis=1)
     scores = _sigmoid(logits) if choice.is_sigmoid else logits
     keys = scores if block.bias is None else scores + block.bias
@@ -184,6 +191,8 @@ def reference(case: Case) -> Found:
     elif not choice.is_sigmoid:
         weights = weights / all_weights.sum(axis=1, keepdims=True)
     weights = weights * np.float32(choice.factor)
+    if block.expert_scale is not None:
+        weights = weights * block.expert_scale[ids]
     if choice.is_shared:
         own = _sigmoid(gates) if choice.is_gated else np.ones((case.R, 1), np.float32)
         ids = np.concatenate([ids, np.full((case.R, 1), choice.experts)], axis=1)
@@ -254,6 +263,8 @@ def run(
     for name in ("router_bias", "gate_up_bias", "down_bias"):
         biases = getattr(block, name)
         given[name] = None if biases is None else biases.astype(HALF)
+    scored = None if block.scored is None else block.scored[rows].astype(HALF)
+    given |= {"scored": scored, "expert_scale": block.expert_scale}
     given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
@@ -287,6 +298,8 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
                 "squares": block.squares,
                 "router": block.router.astype(HALF),
                 "router_bias": None,
+                "scored": None,
+                "expert_scale": None,
                 "bias": block.bias,
                 "gate_up_bias": None,
                 "down_bias": None,
@@ -366,7 +379,16 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
 
 BIASES = ("router_bias", "gate_up_bias", "down_bias")
 STACKS = (
-    *("router", "bias", "gate_up", "gate_up_scales", "down", "down_scales", "next_norm"),
+    *(
+        "router",
+        "bias",
+        "expert_scale",
+        "gate_up",
+        "gate_up_scales",
+        "down",
+        "down_scales",
+        "next_norm",
+    ),
     *BIASES,
 )
 
@@ -392,7 +414,7 @@ def _program(how: tuple, is_as_written: bool) -> Callable:
     module = KERNELS["pallas"]["experts"]
 
     def program(given: dict[str, jax.Array]) -> tuple:
-        given = dict.fromkeys(STACKS) | given
+        given = dict.fromkeys((*STACKS, "scored")) | given
         with _kept_choice(module) as choices:
             stream, arrivals = module.experts(
                 **given,

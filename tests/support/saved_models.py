@@ -177,6 +177,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_global_key_value_heads": 1,
         },
     ),
+    "gemma4, experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
     "gpt_oss, rounded yarn, no windows": (
         "gpt_oss",
         {
@@ -277,7 +288,7 @@ def _draw(model: Any) -> None:
             noise = torch.randn(weight.shape, generator=drawn)
             if weight.ndim > 1:
                 weight.copy_(noise / weight.shape[-1] ** 0.5)
-            elif name.endswith(("norm.weight", "bias")):
+            elif name.endswith(("norm.weight", "bias", "scale")) or "layernorm" in name:
                 weight.add_(0.2 * noise)
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

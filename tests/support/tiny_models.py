@@ -21,6 +21,7 @@ from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.models.stacks import BIAS
+from tests.support.tiny_switched import SWITCHED
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = (
@@ -31,12 +32,12 @@ DENSE = (
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
 EXPERTS = (
-    *("glm4_moe", "gpt_oss", "granitemoehybrid", "minimax_m2", "qwen3_5_moe", "qwen3_moe"),
-    *("qwen3_next", *LATENT),
+    *("gemma4_moe", "glm4_moe", "gpt_oss", "granitemoehybrid", "minimax_m2", "qwen3_5_moe"),
+    *("qwen3_moe", "qwen3_next", *LATENT),
 )
 """Families with mixtures of experts, between them every kind of router and of layout."""
-WITHIN_OTHERS = ("minimax_m2", "qwen3_next")
-"""Those of which others have all switches of the forward pass."""
+MATRIX_ONLY = ("gemma4_moe", "minimax_m2", "qwen3_next")
+"""Those with slow cells, which are in the matrix."""
 EOS_ID = 1
 
 _COMMON: dict[str, Any] = {
@@ -106,107 +107,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 _LIKE_LLAMA = {name: value for name, value in _CONFIGS["llama"].items() if name != "rope_scaling"}
-_SWITCHED: dict[str, dict[str, Any]] = {
-    "granite": {
-        "architectures": ["GraniteForCausalLM"],
-        "model_type": "granite",
-        "attention_multiplier": 0.3,
-        "embedding_multiplier": 1.5,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 1.25,
-    },
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 12,
-        "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 6.0,
-    },
-    "gemma3": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 12,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 24,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-    "gemma4": {
-        "architectures": ["Gemma4ForCausalLM"],
-        "model_type": "gemma4_text",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "num_hidden_layers": 5,
-        "layer_types": [
-            *("sliding_attention", "full_attention"),
-            *("sliding_attention", "sliding_attention", "full_attention"),
-        ],
-        "sliding_window": 12,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "num_kv_shared_layers": 2,
-        "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 288,
-        "final_logit_softcapping": 6.0,
-    },
-    "llama_bias": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 4,  # less than a tree is deep
-    },
-    "olmo3": {
-        "architectures": ["Olmo3ForCausalLM"],
-        "model_type": "olmo3",
-        "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "ministral3": {
-        "architectures": ["Ministral3ForCausalLM"],
-        "model_type": "ministral3",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    },
-    "phi3": {
-        "architectures": ["Phi3ForCausalLM"],
-        "model_type": "phi3",
-        "original_max_position_embeddings": 64,
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": {
-            "type": "longrope",
-            "short_factor": [1.0] * 6,
-            "long_factor": [1.0, 1.5, 3.0, 8.0, 20.0, 32.0],
-        },
-    },
-    "qwen2": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "max_window_layers": 1,
-    },
-    "smollm3": {
-        "architectures": ["SmolLM3ForCausalLM"],
-        "model_type": "smollm3",
-        "no_rope_layers": [1, 0, 1],
-    },
-}
-_CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
+_CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in SWITCHED.items()}
 for name in ("gemma4", "ministral3"):
     del _CONFIGS[name]["rope_theta"]  # it is among their `rope_parameters`
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
@@ -297,6 +198,18 @@ _CONFIGS["granitemoehybrid"] = {
     "shared_intermediate_size": 40,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
+}
+_CONFIGS["gemma4_moe"] = {
+    **_CONFIGS["gemma4"],
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
 }
 _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
@@ -427,7 +340,7 @@ def _random(
         # With one sign for all channels a tied model would repeat its newest token for ever.
         signs = rng.choice([-1.0, 1.0], shape)
         drawn = HEAD_SCALE * 0.5 * signs - float(config.zero_centered_norms)
-    elif name == "layer_scalar":
+    elif name.endswith(("layer_scalar", "expert_scale")):
         drawn = 1 + 0.2 * noise
     elif name.endswith("a_log"):
         drawn = np.log(rng.uniform(0.05, 3.5, shape))

@@ -1,7 +1,7 @@
 """Mixture of experts (MoE): router and expert GEMMs; same as `shared.spec.experts`."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 
 
+class ParallelMLP(NamedTuple):
+    """Dense MLP in parallel to experts, and the norms of both branches."""
+
+    gate_up: Matrix
+    down: Matrix
+    router_norm: Norm
+    expert_norm: Norm
+    mlp_end_norm: Norm
+    expert_end_norm: Norm
+
+
 class Experts(NamedTuple):
     """Weights of an MoE block; matrices are those of one layer or stacks of all layers."""
 
@@ -29,6 +40,8 @@ class Experts(NamedTuple):
     score_bias: Norm | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
+    expert_scale: Norm | None = None
+    parallel: ParallelMLP | None = None
 
 
 class SelectedExperts(NamedTuple):
@@ -88,17 +101,18 @@ def experts(
     config: MoEConfig,
     weights: Experts,
     group: TPGroup = SINGLE_RANK,
+    scored: Float[jax.Array, "R hidden"] | None = None,
 ) -> Float32[jax.Array, "R share"]:
     """Computes the MoE output in float32.
 
     Each expert runs over all rows, and rows that did not select it keep their sum. No row is
-    dropped, and results do not depend on the experts of other rows.
-
-    Args:
-      group: Tensor-parallel group, which shards each expert; the result has this rank's columns.
+    dropped, and results do not depend on the experts of other rows. The group shards each expert,
+    and the result has this rank's columns. The router reads `scored`, or `x` if that is None.
     """
-    logits = linear.product_float32(x, weights.router)
+    logits = linear.product_float32(x if scored is None else scored, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, alone(weights.score_bias))
+    if (scale := alone(weights.expert_scale)) is not None:
+        chosen = chosen._replace(weights=chosen.weights * scale[chosen.ids])
 
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
@@ -193,20 +207,55 @@ def kernel_added_experts(
     own = stream.own
     if stream.arrivals is None:  # a partial pass
         stream = kernel_counted(kernels, stream)
-    count = stream.count
-    if count is None:
-        count = jnp.full((1,), len(own), jnp.int32)
-    bias, _ = stacked(weights.score_bias)
-    scale, norm_layer = stacked(all_gather.norm_with_squares(group, own, norm))
-    gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
-    router_bias = _stacked(weights.router.bias, 1)
-    added, arrivals = kernels.experts.experts(
+    added, arrivals = run_experts(
+        kernels,
+        stream,
+        eps,
+        config,
+        weights,
         rows=own,
         scaled=stream.factors,
         squares=stream.squares,
+        scored=None,
+        next_norm=all_gather.norm_with_squares(group, own, norm),
+    )
+    stream = stream._replace(arrivals=arrivals)
+    if all_gather.gathers_with_squares(group, own):
+        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
+        added = NormedStream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
+
+
+def run_experts(
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float,
+    config: MoEConfig,
+    weights: Experts,
+    *,
+    rows: Float[jax.Array, "R columns"],
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"] | None,
+    scored: Float[jax.Array, "R hidden"] | None,
+    next_norm: Norm | None,
+) -> tuple[Any, Int[jax.Array, " counters"]]:
+    """Runs the kernels of an MoE block; the stream has their counters."""
+    count = stream.count
+    if count is None:
+        count = jnp.full((1,), len(rows), jnp.int32)
+    bias, _ = stacked(weights.score_bias)
+    expert_scale, _ = stacked(weights.expert_scale)
+    scale, norm_layer = stacked(next_norm)
+    gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
+    return kernels.experts.experts(
+        rows=rows,
+        scaled=scaled,
+        squares=squares,
+        scored=scored,
         router=_stacked(weights.router.values, 2),
-        router_bias=router_bias,
+        router_bias=_stacked(weights.router.bias, 1),
         bias=bias,
+        expert_scale=expert_scale,
         gate_up=_stacked(gate_up.values, 3),
         gate_up_scales=_stacked(gate_up.scales, 3),
         gate_up_bias=_stacked(gate_up.bias, 2),
@@ -219,21 +268,16 @@ def kernel_added_experts(
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         norm_layer=norm_layer,
         formats=(gate_up.format.name, down.format.name),
-        gathered=partial(all_gather.all_gather, group),
+        gathered=partial(all_gather.all_gather, stream.group),
         eps=eps,
         activation=config.activation,
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(
-            item_bytes=gate_up.format.item_bytes, rows=len(own), inner=config.intermediate
+            item_bytes=gate_up.format.item_bytes, rows=len(rows), inner=config.intermediate
         ),
     )
-    stream = stream._replace(arrivals=arrivals)
-    if all_gather.gathers_with_squares(group, own):
-        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
-        added = NormedStream(added.rows, norm, scaled, squares)
-    return linear.ended(kernels, stream, added, norm)
 
 
 def _added_beside_kernels(

@@ -61,9 +61,11 @@ def experts(
     rows: Float[jax.Array, "R columns"],
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
+    scored: Float[jax.Array, "R hidden"] | None,
     router: Float[jax.Array, "L outputs hidden"],
     router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
+    expert_scale: Float[jax.Array, "L experts"] | None,
     gate_up: jax.Array,
     gate_up_scales: Shaped[jax.Array, "L stored scales scales_in"] | None,
     gate_up_bias: Float[jax.Array, "L stored outputs"] | None,
@@ -93,8 +95,9 @@ def experts(
 
     Args:
       rows: Rows of the residual stream.
-      scaled, squares, router, router_bias, bias, live, arrivals, layer, eps, order, squares_order:
-        See `route`; `arrivals_of_experts` returns the number of arrivals.
+      scored: Rows that the router reads, scaled for its own norm; None for `scaled`.
+      scaled, squares, router, router_bias, bias, expert_scale, live, arrivals, layer, eps, order,
+        squares_order: See `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[L, stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
         projection's; or packed FP8, `[L, stored, 2 inner, hidden / 4]`. The stack avoids the copy
         of a slice.
@@ -115,11 +118,12 @@ def experts(
       their sums of squares. Padding rows are undefined. And the arrivals, reset to zero.
     """
     chosen, arrivals = route(
-        scaled,
+        scaled if scored is None else scored,
         squares,
         router,
         router_bias,
         bias,
+        expert_scale,
         live,
         arrivals,
         layer,

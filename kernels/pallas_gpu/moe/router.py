@@ -40,6 +40,7 @@ class _RouterInputs(NamedTuple):
     router: Any
     logit_bias: Any
     bias: Any
+    expert_scale: Any
     live: Any
     layer: Any
 
@@ -62,6 +63,7 @@ def route(
     router: Float[jax.Array, "L outputs hidden"],
     router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
+    expert_scale: Float[jax.Array, "L experts"] | None,
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
@@ -82,6 +84,7 @@ def route(
         any.
       router_bias: Added to the logits.
       bias: Added to an expert's score for the selection, not for its weight.
+      expert_scale: Multiplier of an expert's weight.
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more.
       layer: Index into the stacks.
@@ -132,6 +135,7 @@ def route(
             router=router,
             logit_bias=router_bias,
             bias=bias,
+            expert_scale=expert_scale,
             live=live,
             layer=layer.reshape(1),
         ),
@@ -251,6 +255,9 @@ def _choose(read, parts_ref, chosen, block, live, layer, config):
     # The position of an expert is the number of lower experts in its row.
     place = (ids[:, None, :] < ids[:, :, None]).astype(jnp.int32).sum(axis=2)
     weights = _weights(values, scores, lane < routing.top, is_expert, config)
+    if read.expert_scale is not None:
+        at = read.expert_scale.at[layer, jnp.where(lane < routing.top, ids, 0)]
+        weights = weights * load(at, mask=lane < routing.top).astype(jnp.float32)
     keep = is_row[:, None] & (lane < routing.top)
     at = (at_row[:, None], jnp.where(keep, place, routing.slots))
     pltriton.store(chosen.ids.at[at], jnp.where(is_live[:, None], ids, -1), mask=keep)

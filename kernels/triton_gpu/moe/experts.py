@@ -65,9 +65,11 @@ def experts(
     rows: Float[Tensor, "R columns"],
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
+    scored: Float[Tensor, "R hidden"] | None,
     router: Float[Tensor, "outputs hidden"],
     router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
+    expert_scale: Float[Tensor, " experts"] | None,
     gate_up: Tensor,
     gate_up_scales: Shaped[Tensor, "stored scales scales_in"] | None,
     gate_up_bias: Float[Tensor, "stored outputs"] | None,
@@ -89,36 +91,36 @@ def experts(
 ) -> ExpertStream:
     """Adds the output of its experts to each row.
 
-    With tensor parallelism, each rank has inner columns of every expert and columns of the residual
-    stream: the rows, the outputs of down, the next norm and the result are its shard.
+    A TP rank has inner columns of every expert, and a shard of the rows, the outputs of down, the
+    next norm and the result.
 
     Args:
       rows: Rows of the residual stream.
-      scaled, squares, router, router_bias, bias, live, arrivals, eps, order, squares_order: See
-        `route`; `arrivals_of_experts` returns the number of arrivals.
-      gate_up: `[stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
-        projection's, and without a gate `[stored, inner, hidden]`; or packed FP8, `[stored, 2
-        inner, hidden / 4]`.
+      scored: Rows that the router reads, scaled for its own norm; None for `scaled`.
+      scaled, squares, router, router_bias, bias, expert_scale, live, arrivals, eps, order,
+        squares_order: See `route`; `arrivals_of_experts` returns the number of arrivals.
+      gate_up: `[stored, 2 inner, hidden]`, for each expert the rows of gate, then of up; without a
+        gate `[stored, inner, hidden]`; packed FP8 has a quarter of the columns.
       gate_up_scales: Scales of packed FP8, see `shared.models.formats.fp8_w8a16`.
       down, down_scales: `[stored, hidden, inner]`, in the same way.
       gate_up_bias, down_bias: Biases of the outputs.
       next_norm: Scale of the norm after the block; None if it is folded into a weight.
       formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
-      activation: Activation of the experts.
+      activation, tiles: Activation of the experts, and tile config.
       routing: Router config; the shared expert is stored last.
-      tiles: Tile config.
 
     Returns:
       The new rows; the rows times the next norm's scale, or the rows themselves without one; and
       their sums of squares. Padding rows are undefined.
     """
     chosen = route(
-        scaled,
+        scaled if scored is None else scored,
         squares,
         router,
         router_bias,
         bias,
+        expert_scale,
         live,
         arrivals,
         eps=eps,
@@ -127,15 +129,13 @@ def experts(
         squares_order=squares_order,
         tiles=tiles,
     )
-    expert_blocks = (
-        group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
-    )
+    blocks = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
     inner = act_and_mul_linear(
         scaled,
         squares,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
-        expert_blocks,
+        blocks,
         format=formats[0],
         eps=eps,
         activation=activation,
@@ -147,7 +147,7 @@ def experts(
         gathered(inner),
         ExpertWeights(down, down_scales, down_bias),
         chosen,
-        expert_blocks,
+        blocks,
         rows,
         next_norm,
         arrivals,

@@ -39,6 +39,7 @@ class RouterInputs(NamedTuple):
     router: Any
     logit_bias: Any
     bias: Any
+    expert_scale: Any
     live: Any
     eps: Any
 
@@ -59,7 +60,7 @@ class RouterChunks(NamedTuple):
 
 
 class RoutingConfig(NamedTuple):
-    """Fields of `RoutingSettings`, whether there are biases, and sizes of the kernel.
+    """Fields of `RoutingSettings`, whether there are biases and scales, and sizes of the kernel.
 
     Attributes:
       spread, lanes: Lanes of all experts, and of the selected ones.
@@ -79,6 +80,7 @@ class RoutingConfig(NamedTuple):
     is_gated: bool
     is_biased: bool
     has_logit_bias: bool
+    has_expert_scale: bool
     spread: int
     lanes: int
     digits: int
@@ -102,6 +104,7 @@ def route(
     router: Float[Tensor, "outputs hidden"],
     router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
+    expert_scale: Float[Tensor, " experts"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
     *,
@@ -119,6 +122,7 @@ def route(
       router: Router weights: the experts' rows, then that of the shared expert's gate, if any.
       router_bias: Added to the logits.
       bias: Added to an expert's score for the selection, not for its weight.
+      expert_scale: Multiplier of an expert's weight.
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more; the kernel resets them to zero.
       eps: Epsilon of the norm.
@@ -139,6 +143,7 @@ def route(
             router=router,
             logit_bias=squares if router_bias is None else router_bias,
             bias=squares if bias is None else bias,
+            expert_scale=squares if expert_scale is None else expert_scale,
             live=live,
             eps=eps,
         ),
@@ -161,6 +166,7 @@ def route(
             is_gated=routing.is_gated,
             is_biased=bias is not None,
             has_logit_bias=router_bias is not None,
+            has_expert_scale=expert_scale is not None,
             spread=triton.next_power_of_2(routing.experts),
             lanes=triton.next_power_of_2(routing.top),
             digits=order.digits,
@@ -338,6 +344,9 @@ def _choose(
     # The position of an expert is the number of lower experts in its row.
     place = tl.sum((ids[:, None, :] < ids[:, :, None]).to(tl.int32), 2)
     weights = _weights(values, scores, lane < top, is_expert, routing)
+    if routing.has_expert_scale:
+        scale = tl.load(read.expert_scale + ids, mask=lane < top, other=0.0)
+        weights *= scale.to(tl.float32)
     at = row[:, None] * routing.slots + place
     keep = is_row[:, None] & (lane < top)
     tl.store(chosen.ids + at, tl.where(is_live[:, None], ids, -1), mask=keep)

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from shared.models.activation import GELU_TANH
 from shared.models.config_classes import gemma as config_classes
+from shared.models.experts import Routing
 from shared.models.family import BIASES, Family, SlidingWindowRule
+from shared.models.mlp import ExpertTensors
 
 GEMMA2 = Family(
     "gemma2",
@@ -35,8 +37,19 @@ GEMMA4 = replace(
     ends_full=True,
     has_value_norm=True,
     has_layer_scalars=True,
+    routing=Routing(
+        is_renormalised=True,
+        reads_renormalised=False,
+        activation=GELU_TANH,
+        top_k_field="top_k_experts",
+        enabled_by="enable_moe_block",
+        is_parallel=True,
+        tensors=ExpertTensors(router="router.proj", experts="experts"),
+    ),
 )
-GEMMA4_UNIFIED = replace(GEMMA4, name="gemma4_unified", of=config_classes.GEMMA4_UNIFIED)
+GEMMA4_UNIFIED = replace(
+    GEMMA4, name="gemma4_unified", of=config_classes.GEMMA4_UNIFIED, routing=None
+)
 
 FAMILIES = {
     "Gemma2ForCausalLM": GEMMA2,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -21,6 +22,18 @@ from torch_impl.ops.gemm.linear import Matrix, NormedStream
 
 
 @dataclass(frozen=True)
+class ParallelMLP:
+    """Dense MLP in parallel to experts, and the norms of both branches."""
+
+    gate_up: Matrix
+    down: Matrix
+    router_norm: Float[Tensor, " hidden"]
+    expert_norm: Float[Tensor, " hidden"]
+    mlp_end_norm: Float[Tensor, " hidden"]
+    expert_end_norm: Float[Tensor, " hidden"]
+
+
+@dataclass(frozen=True)
 class Experts:
     """Weights of an MoE block; matrices are those of one layer or stacks of all layers."""
 
@@ -30,6 +43,8 @@ class Experts:
     score_bias: Float[Tensor, " experts"] | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
+    expert_scale: Float[Tensor, " experts"] | None = None
+    parallel: ParallelMLP | None = None
 
 
 @dataclass(frozen=True)
@@ -84,18 +99,23 @@ def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
 
 
 def experts(
-    x: Float[Tensor, "R hidden"], config: MoEConfig, weights: Experts, group: TPGroup = SINGLE_RANK
+    x: Float[Tensor, "R hidden"],
+    config: MoEConfig,
+    weights: Experts,
+    group: TPGroup = SINGLE_RANK,
+    scored: Float[Tensor, "R hidden"] | None = None,
 ) -> Float32[Tensor, "R share"]:
     """Computes the MoE output in float32.
 
     Each selected expert runs over all rows, and rows that did not select it keep their sum. Results
-    do not depend on the experts of other rows.
-
-    Args:
-      group: Tensor-parallel group, which shards each expert; the result has this rank's columns.
+    do not depend on the experts of other rows. The group shards each expert, and the result has
+    this rank's columns. The router reads `scored`, or `x` if that is None.
     """
-    logits = linear.product_float32(x, weights.router)
+    logits = linear.product_float32(x if scored is None else scored, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+    if weights.expert_scale is not None:
+        scale = weights.expert_scale[chosen.ids.long()]
+        chosen = replace(chosen, weights=chosen.weights * scale)
     width = weights.down.num_outputs
     out = torch.zeros((len(x), width), dtype=torch.float32, device=x.device)
     for expert in _in_use(chosen, config):
@@ -186,29 +206,63 @@ def kernel_added_experts(
     own = stream.own.contiguous()
     if stream.arrivals is None:  # a partial pass
         stream = kernel_counted(kernels, stream)
-    count = stream.count
-    if count is None:
-        count = torch.full((1,), len(own), dtype=torch.int32, device=own.device)
-    gate_up, down = weights.gate_up, weights.down
-    sizes = {"rows": len(own), "inner": config.intermediate}
-    added = kernels.experts.experts(
+    added = run_experts(
+        kernels,
+        stream,
+        eps,
+        config,
+        weights,
         rows=own,
         scaled=stream.factors,
         squares=stream.squares,
+        scored=None,
+        next_norm=all_gather.norm_with_squares(group, own, norm),
+    )
+    if all_gather.gathers_with_squares(group, own):
+        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
+        added = NormedStream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
+
+
+def run_experts(
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float,
+    config: MoEConfig,
+    weights: Experts,
+    *,
+    rows: Float[Tensor, "R columns"],
+    scaled: Float[Tensor, "R hidden"],
+    squares: Float[Tensor, "R chunks"] | None,
+    scored: Float[Tensor, "R hidden"] | None,
+    next_norm: Float[Tensor, " hidden"] | None,
+) -> Any:
+    """Runs the kernels of an MoE block; the stream has their counters."""
+    count = stream.count
+    if count is None:
+        count = torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
+    gate_up, down = weights.gate_up, weights.down
+    sizes = {"rows": len(rows), "inner": config.intermediate}
+    return kernels.experts.experts(
+        rows=rows,
+        scaled=scaled,
+        squares=squares,
+        scored=scored,
         router=weights.router.values,
         router_bias=weights.router.bias,
         bias=weights.score_bias,
+        expert_scale=weights.expert_scale,
         gate_up=gate_up.values,
         gate_up_scales=gate_up.scales,
         gate_up_bias=gate_up.bias,
         down=down.values,
         down_scales=down.scales,
         down_bias=down.bias,
-        next_norm=all_gather.norm_with_squares(group, own, norm),
+        next_norm=next_norm,
         live=count,
         arrivals=stream.arrivals,
         formats=(gate_up.format.name, down.format.name),
-        gathered=partial(all_gather.all_gather, group),
+        gathered=partial(all_gather.all_gather, stream.group),
         eps=eps,
         activation=config.activation,
         routing=routing_of(config),
@@ -216,10 +270,6 @@ def kernel_added_experts(
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(item_bytes=gate_up.format.item_bytes, **sizes),
     )
-    if all_gather.gathers_with_squares(group, own):
-        scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
-        added = NormedStream(added.rows, norm, scaled, squares)
-    return linear.ended(kernels, stream, added, norm)
 
 
 added_experts = kernel_or_reference(kernel_added_experts, plain_added_experts, is_bfloat16)

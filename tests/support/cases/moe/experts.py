@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.activation import RELU2, SWIGLU_OAI, Activation
+from shared.models.activation import GELU_TANH, RELU2, SWIGLU_OAI, Activation
 from shared.models.mlp import ExpertTensors, MoEConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, NormedStream
@@ -30,6 +30,8 @@ def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: b
         "output_factor": 1.0,
         "has_bias": False,
         "activation": Activation(),
+        "has_expert_scale": False,
+        "parallel": None,
         "tensors": ExpertTensors(),
     }
     return MoEConfig(
@@ -68,6 +70,7 @@ def added_arguments(
     norms = 1 + rng.standard_normal((2, hidden), np.float32) / 4
     bias = rng.standard_normal(config.num_experts, np.float32) if config.has_score_bias else None
     router = _matrix(rng, config.num_scored, hidden)
+    scale = 1 + 0.25 * np.random.default_rng(seed + 1).standard_normal(config.num_experts)
     matrices = [
         _matrix(rng, config.num_stacked, *x)
         for x in ((config.activation.num_projections * inner, hidden), (hidden, inner))
@@ -86,6 +89,7 @@ def added_arguments(
         score_bias=bias,
         shared_gate_up=None,
         shared_down=None,
+        expert_scale=scale.astype(np.float32) if config.has_expert_scale else None,
     )
     return {
         "stream": NormedStream(3 * rng.standard_normal((R, hidden), np.float32), norms[0]),
@@ -135,6 +139,15 @@ NEMOTRON = config_of(
 NO_GATE = config_of(
     num_experts=6, num_chosen=2, intermediate=48, shared=False, activation=Activation(RELU2)
 )
+GEMMA = config_of(
+    num_experts=128,
+    num_chosen=8,
+    intermediate=704,
+    shared=False,
+    activation=Activation(GELU_TANH),
+    has_expert_scale=True,
+)
+"""The experts of Gemma 4 26B-A4B."""
 TABLE = [
     OpCase(
         op="experts",
@@ -161,6 +174,18 @@ TABLE += [
     )
     for name, config in LARGE.items()
     for R in (1, 4, 8, 32, 128, 512)
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"scales, 128 of 704, {R} rows",
+        make=partial(added_arguments, R=R, hidden=2816, config=GEMMA),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for R in (1, 32, 512)
 ]
 TABLE += [
     OpCase(
