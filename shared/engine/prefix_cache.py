@@ -30,6 +30,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_entry import (
     CacheLease,
     PrefixMatch,
+    last_tracked,
     snapshots_of,
     whole_pages,
 )
@@ -151,8 +152,17 @@ class PrefixCache:
         most = request.max_cached_tokens // self._page_size
         path = self.tree.path(request.tenant, request.tokens(), request.images)[:most]
         longest = self.num_restorable(path)
-        branch = len(path) * self._page_size // self._unit * self._unit if self._interval else 0
-        return self._prefix(path[:longest], branch)
+        return self._prefix(path[:longest], self._fork_of(path))
+
+    def _fork_of(self, path: Sequence[Node]) -> int:
+        """Returns the position at which a request leaves the pages of others; 0 if it does not.
+
+        A path that ends at a leaf is continued, as by the next turn of a conversation. A snapshot
+        there would replace the one at the end of the prompt, which the turn after next requires.
+        """
+        if not (self._interval and path and path[-1].children):
+            return 0
+        return len(path) * self._page_size // self._unit * self._unit
 
     def num_restorable(self, path: Sequence[Node]) -> int:
         """Returns the pages of the longest prefix of a path from which a request can start."""
@@ -262,7 +272,7 @@ class PrefixCache:
             standing.restore_snapshot = NO_SNAPSHOT
 
     def _save_of_chunk(self, standing: CacheLease, chunk: Chunk) -> tuple[int, int]:
-        at = _last_tracked(chunk, standing.fork_position, self._unit)
+        at = last_tracked(chunk, standing.fork_position, self._unit)
         snapshot = self.tree.snapshots.allocate() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot
@@ -432,15 +442,3 @@ class PrefixCache:
         assert self.tree.num_evictable == free, "the number of evictable pages is wrong"
         if (asked := self._asked) and asked == self._key(asked[0]):
             assert self._answer == self._look_up(asked[0]), "the stored lookup is outdated"
-
-
-def _last_tracked(chunk: Chunk, branch: int, unit: int) -> int:
-    """Returns the position at which a prompt chunk saves its state; 0 for none.
-
-    The last one of a prompt is before its last token if possible, so that the same prompt can reuse
-    it: a request prefills at least one token.
-    """
-    if chunk.first < branch <= chunk.end:
-        return branch
-    ends = [chunk.end - 1, chunk.end] if chunk.ends_prompt else [chunk.end]
-    return next((at for end in ends if (at := end // unit * unit) > chunk.first), 0)

@@ -207,6 +207,19 @@ def test_hybrid_snapshots_branch_point_from_second_request():
     assert lengths == [0, 0, UNIT]
 
 
+def test_hybrid_turn_after_branch_saves_its_last_state():
+    """A saved branch point delays the states of a conversation by one turn, not by all."""
+    engine, system = make("hybrid"), tokens(7, 100)
+    serve(engine, request([*system, *tokens(100, 70)]))
+    text, cached = [*system, *tokens(101, 70)], []
+    for turn in range(3):
+        one = request(text, max_tokens=5)
+        (answer,) = serve(engine, one)
+        cached.append(one.cached_tokens)
+        text = [*text, *answer, *tokens(200 + turn, 60)]
+    assert cached == [0, UNIT, 3 * UNIT]
+
+
 @pytest.mark.parametrize("length", [UNIT, UNIT + 1, 2 * UNIT, 2 * UNIT + 1])
 def test_hybrid_prompt_leaves_reusable_state(length):
     """The state is before the last token, or after it, where the next chat turn can use it."""
