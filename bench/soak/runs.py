@@ -59,9 +59,10 @@ class CacheModel:
     """Bounds of the cached tokens of each prompt.
 
     A prompt that continues the last prompt of its session has at least the prefix at the end of
-    which the last prompt saved a state: its last multiple of `UNIT`. After an edit the bound is 0,
-    because older states may be evicted. A prompt has at most the longest prefix of any earlier
-    prompt and output of its tenant. Prefixes are multiples of `UNIT`.
+    which the last prompt saved a state: its last multiple of `UNIT`. The token after the prefix
+    must be the same too, because the draft KV of EAGLE-like heads depends on it. After an edit the
+    bound is 0, because older states may be evicted. A prompt has at most the longest prefix of any
+    earlier prompt and output of its tenant. Prefixes are multiples of `UNIT`.
     """
 
     _saved: dict[int, int] = field(default_factory=dict)
@@ -69,14 +70,14 @@ class CacheModel:
 
     def bounds(self, session: Session, prompt: list[int]) -> tuple[int, int]:
         """Returns the least and the largest number of cached tokens of the next prompt."""
-        keys = prefix_keys(prompt[:-1])
-        saved = [i for i, key in enumerate(keys, 1) if key == self._saved.get(session.number)]
+        keys, found = prefix_keys(prompt[:-1]), self._saved.get(session.number)
+        saved = [i for i, key in enumerate(_continued_keys(prompt), 1) if key == found]
         texts = [i for i, key in enumerate(keys, 1) if key in self._texts[session.tenant]]
         return UNIT * max(saved, default=0), UNIT * max(texts, default=0)
 
     def add_prompt(self, session: Session, prompt: list[int]) -> None:
         """Adds a prompt that has been answered."""
-        self._saved[session.number] = (prefix_keys(prompt[:-1]) or [0])[-1]
+        self._saved[session.number] = (_continued_keys(prompt) or [0])[-1]
 
     def add_text(self, session: Session, tokens: list[int]) -> None:
         """Adds a prompt, or a prompt with its output, that may be in the cache."""
@@ -89,6 +90,12 @@ def prefix_keys(tokens: list[int]) -> list[int]:
     for start in range(0, len(tokens) - UNIT + 1, UNIT):
         keys.append(hash((keys[-1] if keys else 0, tuple(tokens[start : start + UNIT]))))
     return keys
+
+
+def _continued_keys(prompt: list[int]) -> list[int]:
+    """Returns a hash of the prefix up to each multiple of `UNIT`, with the token after it."""
+    keys = prefix_keys(prompt[:-1])
+    return [hash((key, prompt[UNIT * place])) for place, key in enumerate(keys, 1)]
 
 
 class Run:

@@ -196,6 +196,17 @@ def test_cache_bounds_follow_session_and_tenant():
     assert len(prefix_keys(longer)) == 4
 
 
+def test_cache_bound_requires_token_after_prefix():
+    """A page of an EAGLE-like head is cached under its tokens and the one after them."""
+    session = sessions(1, (1, 1), 0)[0]
+    cache, prompt = CacheModel(), list(range(2 * UNIT + 1))
+    cache.add_text(session, prompt)
+    cache.add_prompt(session, prompt)
+    other = [*prompt[:-1], -1, -2]
+    assert cache.bounds(session, [*prompt, -2]) == (2 * UNIT, 2 * UNIT)
+    assert cache.bounds(session, other) == (0, 2 * UNIT)
+
+
 def test_quarters_of_latencies_are_medians():
     base = Record(
         session=0,
