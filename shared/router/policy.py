@@ -38,7 +38,7 @@ MAX_KEYS = 256
 """Maximum hashed messages or blocks of a request."""
 
 BLOCK_CHARACTERS, BLOCK_TOKENS = 512, 128
-_PRECEDES_MESSAGES = ("model", "user", "system", "instructions", "tools", "tool_choice")
+_PRECEDES_MESSAGES = ("model", "user", "system", "instructions", "tools")
 _PRECEDES_MESSAGES += ("chat_template_kwargs",)
 
 
