@@ -2,7 +2,7 @@
 
 from shared.spec.reduction_order import SQUARES
 
-HEAD_SIZES = tuple(range(16, 257, 16))
+HEAD_SIZES = (*range(16, 257, 16), 512)
 """Attention head dimensions: multiples of 16, the fewest columns that tensor cores support."""
 
 DELTA_SIZES = (16, 32, 64, 128)

@@ -88,6 +88,7 @@ DESCRIBED_PROMPTS = (
 EXCUSES = (
     Excuse("prefill_attention", ("heads of 192, prompt of 512",), 1916, PADDED),
     Excuse("prefill_attention", PROMPTS, 1600, OF_SPANS),
+    Excuse("prefill_attention", ("heads of 512, prompt of 512",), 496, OF_SPANS),
     Excuse("latent_attention", LATENT_ALONE, 152, TWO_SUMS),
     Excuse("attention_sm90", DESCRIBED_PROMPTS, 900, OF_SPANS),
     Excuse("sample_rows", (SCORED, CODES), 8, FEW),

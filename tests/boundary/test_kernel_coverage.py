@@ -72,13 +72,13 @@ def fallbacks_of(
 
 
 NEXTN = {"speculative_algorithm": "NEXTN"}
-HEADS = set(range(16, 257, 16))
+HEADS = {*range(16, 257, 16), 512}
 DELTA = {16, 32, 64, 128}
 
 
 @each_platform
 def test_attention_head_sizes_have_kernels_or_raise(platform):
-    for size in range(2, 322, 2):
+    for size in (*range(2, 322, 2), 512):
         if size in HEADS:
             assert fallbacks_of(platform, config_with(head_size=size), **NEXTN) == ()
             continue

@@ -23,7 +23,10 @@ from kernels.pallas_gpu.attention.head_dim_padding import (
 from kernels.pallas_gpu.gemm.linear_mainloop import let_next_start
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 
-_ROWS = 16  # rows of a program
+
+def _rows_of(D: int) -> int:
+    """Returns the rows of a program, which has all columns of a head."""
+    return 16 if D <= 256 else 4
 
 
 class RopeArgs(NamedTuple):
@@ -120,7 +123,7 @@ def qk_norm_rope_kv_write(
             turning=RopeArgs(cos.shape[1], q_norm is not None, eps, digits, D),
             interpret=interpret,
         ),
-        grid=(pl.cdiv(R, _ROWS), q_heads + k_heads * has_kv),
+        grid=(pl.cdiv(R, _rows_of(D)), q_heads + k_heads * has_kv),
         out_shape=(jax.ShapeDtypeStruct(kv.shape, kv.dtype), queries),
         input_output_aliases={len(Projected._fields): 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
@@ -167,7 +170,8 @@ def _qk_norm_rope_kv_write_kernel(
 ):
     """One program per block of rows and head, the query heads first."""
     R, D = projected.rows.shape[0], kv_ref.shape[5]
-    row = early(pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), interpret)
+    rows = _rows_of(D)
+    row = early(pl.program_id(0) * rows + lax.iota(jnp.int32, rows), interpret)
     is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
 
     def load_head_of(norm_ref, start, is_in):

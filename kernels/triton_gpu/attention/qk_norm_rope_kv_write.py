@@ -16,7 +16,10 @@ from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, l
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 
-_ROWS = 16  # rows of a program
+
+def _rows_of(D: int) -> int:
+    """Returns the rows of a program, which has all columns of a head."""
+    return 16 if D <= 256 else 4
 
 
 class HeadSizes(NamedTuple):
@@ -130,7 +133,7 @@ def qk_norm_rope_kv_write(
     projected, cos, sin, table = (x.contiguous() for x in (projected, cos, sin, page_table))
     q_heads = (projected.shape[1] // D - 2 * k_heads * has_kv) // (1 + gated)
     q = projected.new_empty((R, q_heads, D))
-    _qk_norm_rope_kv_write_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads * has_kv)](
+    _qk_norm_rope_kv_write_kernel[(triton.cdiv(R, _rows_of(D)), q_heads + k_heads * has_kv)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
         Written(
@@ -150,7 +153,7 @@ def qk_norm_rope_kv_write(
             line=projected.shape[1],
         ),
         turning=RopeArgs(half=half, has_norms=q_norm is not None, digits=digits),
-        rows=_ROWS,
+        rows=_rows_of(D),
         num_warps=4,
         **launching(projected),
     )

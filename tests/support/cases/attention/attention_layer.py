@@ -263,9 +263,10 @@ CASES = {
         "heads of 96 in half precision": partial(
             tree_case, [4, 3, 2], [70, 100, 0], nodes=4, D=96, half=True
         ),
-        "heads of 192, chains": partial(
-            prompt_case, [(30, 34), (16, 17), (60, 67)], D=192, draft_from=(0, 16, 50)
-        ),
+        **{
+            f"heads of {D}, chains": partial(prompt_case, [(30, 34), (60, 67)], D=D)
+            for D in (192, 512)
+        },
         "chains": partial(prompt_case, [(30, 34), (16, 17), (120, 127)], draft_from=(0, 16, 100)),
         "one row a request": partial(
             prompt_case, [(30, 31), (16, 17), (120, 121)], draft_from=(0, 16, 100)
@@ -334,8 +335,7 @@ _LARGE |= {
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
 }
 """The end of a prompt with a cached prefix."""
-_LARGE |= {f"{B} x 64 nodes after 512": _trees(B, 64, 512) for B in (1, 32)}
-_LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
+_LARGE |= {f"{B} x {N} nodes after 512": _trees(B, N, 512) for N in (64, 16) for B in (1, 32)}
 _LARGE |= {
     f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
@@ -343,7 +343,7 @@ _LARGE |= {
 }
 _LARGE |= {
     f"heads of {D}, {name}": _chains(B, rows, 512, _MODEL | {"D": D})
-    for D in (64, 80, 96, 192)
+    for D in (64, 80, 96, 192, 512)
     for name, B, rows in (("8 x 4 rows after 512", 8, 4), ("prompt of 512", 1, 512))
 }
 
