@@ -24,13 +24,14 @@ def layers_of(
     """Returns the decoder layers with parameters of a prefix; `in_stacks`: see
     `jax_impl.weights.are_read_in_stacks`.
     """
-    layers, ats, feeds = [], places(like), {"mlp": _mlp, "experts": _experts}
+    layers, ats = [], places(like)
+    feeds = {"mlp": _mlp, "experts": _experts, "no_mlp": _nothing}
     # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
     # of a head follow its first one.
     alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
     attention = partial(_attention, alone={*alone, "later.attention."})
-    mixers = {"attention": attention, "gated_delta": _recurrent}
-    mixers |= {"latent_attention": _latent_attention, "mamba2": _recurrent}
+    mixers = {"attention": attention, "gated_delta": _recurrent, "mamba2": _recurrent}
+    mixers |= {"latent_attention": _latent_attention, "no_mixer": _nothing}
     for i, (x, at) in enumerate(zip(like, ats, strict=True)):
 
         def norm(name: str, i: int = i) -> Norm | None:
@@ -48,6 +49,11 @@ def layers_of(
         )
         layers.append(layer)
     return tuple(layers)
+
+
+def _nothing(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool) -> Any:
+    """Returns the weights of a sublayer that the layer does not have."""
+    del stacks, prefix, place, in_stacks
 
 
 def _per_layer(
@@ -76,6 +82,8 @@ def _experts(stacks: Mapping[str, Any], prefix: str, place: int, in_stacks: bool
         score_bias=_vector(bias, place, in_stacks),
         shared_gate_up=at("shared_gate_up") if has_own else None,
         shared_down=at("shared_down") if has_own else None,
+        latent_in=at("latent_in") if f"{prefix}latent_in" in stacks else None,
+        latent_out=at("latent_out") if f"{prefix}latent_out" in stacks else None,
         expert_scale=_vector(stacks.get(f"{prefix}expert_scale"), place, in_stacks),
         parallel=_parallel_mlp(stacks, prefix, place, in_stacks),
     )

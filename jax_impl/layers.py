@@ -166,8 +166,9 @@ def output_and_mlp(
       norm: Norm fused into the returned stream; that of the next layer's input.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
+    between = norm if feed is no_mlp else layer.post_norm
     mixed = all_gather.all_gather(stream.group, mixed)
-    return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
+    return feed(config, layer, _added(config, end, mixed, out, stream, between), norm)
 
 
 def layer_end(
@@ -208,7 +209,15 @@ def experts(
     return added._replace(norm=norm)
 
 
-FEEDS = {"mlp": mlp, "experts": experts}
+def no_mlp(
+    config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None
+) -> NormedStream:
+    """Returns the residual stream of a layer without an MLP."""
+    del config, layer, norm
+    return stream
+
+
+FEEDS = {"mlp": mlp, "experts": experts, "no_mlp": no_mlp}
 """Functions of MLP and MoE blocks, by the kind in the layer's config."""
 
 

@@ -32,7 +32,7 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import MixerConfig, SelfAttentionConfig
+from shared.models.mixers import MixerConfig, NoMixer, SelfAttentionConfig
 
 
 class Forward(NamedTuple):
@@ -139,9 +139,12 @@ def forward(
         part: Float[jax.Array, "R size"] | None,
         norm: Norm | None,
     ) -> tuple[NormedStream, Any]:
-        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
-        mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
-        stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
+        if isinstance(like, NoMixer):
+            stream = feed(config, layer, stream, norm)
+        else:
+            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
+            mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
+            stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
         return layer_end(config, layer, part, stream, norm), carry
 
     embedded = layers.embed_tokens(model.weights.embed, tokens, shown, embedding_factor(model))
@@ -159,7 +162,7 @@ def forward(
         if i in kept_streams:
             streams.append(stream.whole)
         part = None if parts is None else parts[:, i]
-        given = (block.layer, stream, carries[pool], block.place, part, norm)
+        given = (block.layer, stream, carries.get(pool), block.place, part, norm)
         stream, carries[pool] = run_block(block.mixer, block.feed, *given)
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)

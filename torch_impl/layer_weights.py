@@ -21,9 +21,9 @@ Tensors = Mapping[str, Any]
 
 def layers_of(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tuple[Layer, ...]:
     """Returns the decoder layers with parameters of a prefix."""
-    layers, mixers = [], {"attention": _attention, "gated_delta": _recurrent}
-    mixers |= {"latent_attention": _latent_attention, "mamba2": _recurrent}
-    feeds = {"mlp": _mlp, "experts": _experts}
+    layers, mixers = [], {"attention": _attention, "gated_delta": _recurrent, "mamba2": _recurrent}
+    mixers |= {"latent_attention": _latent_attention, "no_mixer": _nothing}
+    feeds = {"mlp": _mlp, "experts": _experts, "no_mlp": _nothing}
     for i, (each, at) in enumerate(zip(like, places(like), strict=True)):
 
         def norm(name: str, i: int = i) -> Tensor | None:
@@ -52,6 +52,11 @@ def _per_layer(tensors: Tensors, prefix: str, place: int) -> PerLayerInput | Non
     return PerLayerInput(gate, out, norms[place])
 
 
+def _nothing(tensors: Tensors, prefix: str, place: int) -> Any:
+    """Returns the weights of a sublayer that the layer does not have."""
+    del tensors, prefix, place
+
+
 def _mlp(tensors: Tensors, prefix: str, place: int) -> Mlp:
     return Mlp(*(matrix_of(tensors, f"{prefix}{x}", place) for x in ("gate_up", "down")))
 
@@ -62,6 +67,11 @@ def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
     router, gate_up, down = (
         matrix_of(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
     )
+
+    def latent(name: str) -> Matrix | None:
+        whole = f"{prefix}{name}"
+        return matrix_of(tensors, whole, place) if whole in tensors else None
+
     return Experts(
         router=router,
         gate_up=gate_up,
@@ -69,6 +79,8 @@ def _experts(tensors: Tensors, prefix: str, place: int) -> Experts:
         score_bias=None if bias is None else bias[place],
         shared_gate_up=matrix_of(tensors, f"{prefix}shared_gate_up", place) if has_own else None,
         shared_down=matrix_of(tensors, f"{prefix}shared_down", place) if has_own else None,
+        latent_in=latent("latent_in"),
+        latent_out=latent("latent_out"),
         expert_scale=None if expert_scale is None else expert_scale[place],
         parallel=_parallel_mlp(tensors, prefix, place),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
-from shared.models.mixers import MixerConfig, SelfAttentionConfig
+from shared.models.mixers import MixerConfig, NoMixer, SelfAttentionConfig
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -137,9 +137,12 @@ def forward(
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.whole)
-        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
-        mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
-        stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
+        if isinstance(block.mixer, NoMixer):
+            stream = block.feed(config, block.layer, stream, norms[i + 1])
+        else:
+            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
+            mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
+            stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
         part = None if parts is None else parts[:, i]
         stream = layer_end(config, block.layer, part, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:

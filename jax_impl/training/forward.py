@@ -21,7 +21,7 @@ from jax_impl.training.nnx_modules import AttentionStack, Layers, ModelModule
 from shared.models.activation import SILU_AND_MUL
 from shared.models.config import ModelConfig
 from shared.models.mixers import AttentionConfig, Mamba2Config
-from shared.models.mlp import MoEConfig
+from shared.models.mlp import MoEConfig, NoMLP
 
 Hidden = Float[jax.Array, "B T hidden"]
 Tokens = Int[jax.Array, "B T"]
@@ -63,10 +63,12 @@ def check_trained(config: ModelConfig) -> None:
         "Mamba2 layers": isinstance(config.recurrent, Mamba2Config),
         "latent attention": len(kept) < len(config.attentions),
         "norms after mixers and MLPs": config.ends_with_norms,
+        "layers of one sublayer": config.has_single_sublayers,
         "shared experts": sizes is not None and sizes.shared_intermediate > 0,
         "experts with sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "activations other than SwiGLU": any(
-            each.config.activation != SILU_AND_MUL for each in config.mlp_groups
+            not isinstance(each.config, NoMLP) and each.config.activation != SILU_AND_MUL
+            for each in config.mlp_groups
         ),
         "biases": any(biases) or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),

@@ -188,6 +188,8 @@ def _experts_size_fault(
         if experts.shared_intermediate and not experts.shares_stacks:
             own, all_of = experts.shared_intermediate, experts.intermediate
             return f"shared experts of the same width as the others ({all_of}), got {own}"
+        if experts.latent:
+            return f"experts without a latent, got moe_latent_size {experts.latent}"
         for size in (model.hidden, experts.intermediate):
             if size % takes.experts_unit:
                 return f"expert widths that are multiples of {takes.experts_unit}, got {size}"

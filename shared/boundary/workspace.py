@@ -17,7 +17,7 @@ from shared.models.cache_spec import CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
 from shared.models.mixers import LatentAttentionConfig, RecurrentConfig, SelfAttentionConfig
-from shared.models.mlp import MLPConfig, MoEConfig
+from shared.models.mlp import FeedForwardConfig, MLPConfig, NoMLP
 from shared.models.parameters import parameters
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -216,19 +216,21 @@ def _model_bytes(
     return layer + attention + _delta_bytes(program, model, item)
 
 
-def _feed_row_bytes(feed: MLPConfig | MoEConfig, hidden: int, item: int) -> int:
+def _feed_row_bytes(feed: FeedForwardConfig, hidden: int, item: int) -> int:
     """Returns a row's bytes for gate, up and their product; for MoE, per selected expert, with its
     output.
 
     Expert outputs and router logits are float32.
     """
+    if isinstance(feed, NoMLP):
+        return 0
     if isinstance(feed, MLPConfig):
         return 3 * feed.intermediate * item
     chosen = feed.top_k * (3 * feed.intermediate * item + 4 * hidden)
     shared = 3 * feed.shared_intermediate * item + 4 * hidden
     if feed.parallel is not None:  # its own output, and the scaled rows of router and experts
         shared += 3 * feed.parallel.intermediate * item + 4 * hidden * item
-    return chosen + shared + 4 * feed.num_scored
+    return chosen + shared + 4 * feed.num_scored + 2 * feed.latent * item
 
 
 def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:

@@ -10,6 +10,7 @@ from shared.models.family_records import (
     llama,
     mamba2,
     minimax,
+    nemotron,
     qwen,
 )
 
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Family] = dict(
             | llama.FAMILIES
             | mamba2.FAMILIES
             | minimax.FAMILIES
+            | nemotron.FAMILIES
             | qwen.FAMILIES
         ).items()
     )
@@ -35,6 +37,7 @@ ARCHITECTURES: dict[str, str] = (
     | llama.ARCHITECTURES
     | mamba2.ARCHITECTURES
     | minimax.ARCHITECTURES
+    | nemotron.ARCHITECTURES
     | qwen.ARCHITECTURES
 )
 """Architecture of a `model_type`, for a config.json without `architectures`."""

@@ -25,7 +25,7 @@ from shared.models.mixers import (
     RecurrentConfig,
     SelfAttentionConfig,
 )
-from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig
+from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig, NoMLP
 from shared.models.mtp import MtpLayers
 from shared.models.stacks import StackSettings
 
@@ -64,8 +64,9 @@ class ModelConfig:
       eos_ids: Token ids that end the output, in ascending order.
 
     Raises:
-      ValueError: No layer is an attention layer, a layer reads the KV of a layer that it cannot
-        read (`check_kv_sharing`), or recurrent layers or MoE blocks differ in size.
+      ValueError: No layer is an attention layer, only some layers have a single sublayer, a layer
+        reads the KV of a layer that it cannot read (`check_kv_sharing`), or recurrent layers or MoE
+        blocks differ in size.
     """
 
     name: str
@@ -96,6 +97,8 @@ class ModelConfig:
         if not self.attentions:
             raise ValueError("layer_types must contain at least one full_attention layer")
         check_kv_sharing(self.layers)
+        if self.has_single_sublayers and not all(each.is_single for each in self.layers):
+            raise ValueError("layers must all have a mixer and an MLP, or all have one of both")
         for unique, plural in ((RecurrentConfig, "recurrent layers"), (MoEConfig, "MoE blocks")):
             parts = [each.config for each in (*self.groups, *self.mlp_groups)]
             if sum(isinstance(part, unique) for part in parts) > 1:
@@ -155,6 +158,11 @@ class ModelConfig:
         )
 
     @property
+    def has_single_sublayers(self) -> bool:
+        """True if each layer has either a mixer or an MLP."""
+        return any(each.is_single for each in self.layers)
+
+    @property
     def norm_centre(self) -> float:
         """Constant added to the stored weight of a norm."""
         return 1.0 if self.zero_centered_norms else 0.0
@@ -208,7 +216,8 @@ class ModelConfig:
         """Config of an MTP layer: attention of the model's kind, and an MoE block if the model has
         them.
         """
-        return LayerConfig(mixer=self.attentions[0], mlp=self.experts or self.layers[0].mlp)
+        mlp = self.experts or self.dense or NoMLP()
+        return LayerConfig(mixer=self.attentions[0], mlp=mlp)
 
     @property
     def num_layers(self) -> int:

@@ -20,6 +20,7 @@ class Routing:
       shared_field: Field with the width of the one shared expert; None without one.
       has_shared_gate: True if that expert has a gate per token.
       counts_shared: True if there are `n_shared_experts` shared experts, stored as one MLP.
+      has_latent: True if the routed experts may have a latent of width `moe_latent_size`.
       has_groups: True if experts are selected within groups and weights have a routed scaling
         factor.
       steps: True if `mlp_only_layers` and `decoder_sparse_step` define the dense layers.
@@ -40,6 +41,7 @@ class Routing:
     shared_field: str | None = None
     has_shared_gate: bool = False
     counts_shared: bool = False
+    has_latent: bool = False
     has_groups: bool = False
     steps: bool = False
     begins_dense: bool = False
@@ -90,6 +92,7 @@ def read_experts(text: Json, routing: Routing, output_factor: float) -> MoEConfi
         num_chosen_groups=positive(text, "topk_group") if routing.has_groups else 1,
         is_renormalised=is_renormalised,
         routed_factor=number(text, "routed_scaling_factor") if routing.has_groups else 1.0,
+        latent=count(text, "moe_latent_size") if routing.has_latent else 0,
         output_factor=output_factor,
         has_bias=routing.has_bias,
         activation=(activation := _activation(text, routing.activation)),

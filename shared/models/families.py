@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.models.architectures import VLM_ARCHITECTURES, architectures_of, family_of
+from shared.models.block_types import check_mtp_types
 from shared.models.config import ModelConfig
 from shared.models.config_classes.qwen import QWEN3_5_OUTER
 from shared.models.config_fields import (
@@ -74,11 +75,12 @@ def config_from_dict(
     longest = context_length or positive(text, "max_position_embeddings")
     read = read_latent_attention if family.has_latent_attention else read_attention
     attention = read(text, family, longest)
+    layers = read_layers(text, family, attention, longest)
     return ModelConfig(
         name=family.name,
         vocab=positive(text, "vocab_size"),
         hidden=positive(text, "hidden_size"),
-        layers=read_layers(text, family, attention, longest),
+        layers=layers,
         rms_eps=number(text, "rms_norm_eps"),
         tied=_is_tied(config, stated, family),
         embedding_factor=_embedding_factor(text, family),
@@ -94,7 +96,7 @@ def config_from_dict(
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
         tensor_names=family.tensor_names,
-        mtp=_read_mtp(text, family),
+        mtp=_read_mtp(text, family, len(layers)),
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
@@ -107,10 +109,12 @@ def _embedding_factor(text: Json, family: Family) -> float:
     return read_factor(text, family, "embedding_multiplier")
 
 
-def _read_mtp(text: Json, family: Family) -> MtpLayers | None:
+def _read_mtp(text: Json, family: Family, num_layers: int) -> MtpLayers | None:
     if family.mtp is None or not (number := count(text, family.mtp.count_field, MOST_NAMED)):
         return None
-    return MtpLayers(family.mtp, positive(text, "num_hidden_layers"), number)
+    if family.block_types:
+        check_mtp_types(text)
+    return MtpLayers(family.mtp, num_layers, number)
 
 
 def _is_tied(config: Json, stated: Json, family: Family) -> bool:

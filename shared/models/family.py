@@ -34,6 +34,8 @@ class Family:
       mtp: Format of MTP layers; None if no checkpoint of the family has any.
       mamba: Fields of Mamba2 layers; None for a family without them.
       drafts_trees, fused_qkv, fused_gate_up, tensor_names: See `ModelConfig`.
+      block_types: True if a list or a pattern defines the single sublayer of each layer. Attention
+        then has no rotary embeddings.
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
       sliding_window: Fields that enable sliding windows.
@@ -76,6 +78,7 @@ class Family:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     tensor_names: tuple[tuple[str, str], ...] = ()
+    block_types: bool = False
     input_bias: bool = False
     biases: tuple[str, ...] = ()
     sliding_window: SlidingWindowRule = SlidingWindowRule.NEVER

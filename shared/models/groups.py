@@ -162,6 +162,7 @@ def places(layers: Sequence[LayerConfig]) -> tuple[LayerPlace, ...]:
     for each in group(mixers):
         for index, layer in enumerate(each.layers):
             found[layer] = {"mixer": each.name, "mixer_index": index}
+            found[layer] |= {"pool": 0, "pool_index": 0}  # of a layer without cache arrays
     for each in group([each.mlp for each in layers]):
         for index, layer in enumerate(each.layers):
             found[layer] |= {"mlp": each.name, "mlp_index": index}

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from shared.models.activation import Activation
+from shared.models.block_types import BlockType, read_block_types
 from shared.models.config_fields import (
     MOST_NAMED,
     Json,
@@ -23,10 +24,11 @@ from shared.models.mixers import (
     GatedDeltaConfig,
     LatentAttentionConfig,
     MixerConfig,
+    NoMixer,
     SelfAttentionConfig,
 )
 from shared.models.mixers.gated_delta import CONV_WIDTH
-from shared.models.mlp import MLPConfig, MoEConfig
+from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig, NoMLP
 from shared.models.rotary import (
     LAYER_TYPES,
     are_nested,
@@ -176,6 +178,8 @@ def read_layers(
     Raises:
       ValueError: A field is missing, or contradicts another; the message names it.
     """
+    if family.block_types:
+        return _single_sublayers(text, family, attention)
     types, feeds = _layer_types(text, family), _feeds(text, family)
     if family.has_optional_rope and text["position_embedding_type"] != "rope":
         attention = _without_rope(attention)
@@ -190,6 +194,24 @@ def read_layers(
     ]
     layers = _with_shared_kv(text, types, layers)
     return tuple(_unturned(text, layers) if family.nope_layers else layers)
+
+
+def _single_sublayers(
+    text: Json, family: Family, attention: SelfAttentionConfig
+) -> tuple[LayerConfig, ...]:
+    """Reads the layers of a model with one sublayer per layer."""
+    types = read_block_types(text)
+    assert family.routing is not None  # families of this kind have both kinds of MLPs
+    parts: dict[BlockType, tuple[MixerConfig, FeedForwardConfig]] = {
+        BlockType.ATTENTION: (_without_rope(attention), NoMLP())
+    }
+    if BlockType.MAMBA in types:
+        parts[BlockType.MAMBA] = read_mamba2(text), NoMLP()
+    if BlockType.MLP in types:
+        parts[BlockType.MLP] = NoMixer(), _dense(text, family)
+    if BlockType.EXPERTS in types:
+        parts[BlockType.EXPERTS] = NoMixer(), read_experts(text, family.routing, 1.0)
+    return tuple(LayerConfig(mixer=parts[x][0], mlp=parts[x][1]) for x in types)
 
 
 def _sliding(text: Json, attention: AttentionConfig, context_length: int) -> AttentionConfig:
@@ -261,7 +283,7 @@ def _reading(layer: LayerConfig, source: int, factor: int) -> LayerConfig:
     mlp = layer.mlp
     if isinstance(mlp, MLPConfig):
         mlp = replace(mlp, intermediate=factor * mlp.intermediate)
-    elif mlp.parallel is not None:
+    elif isinstance(mlp, MoEConfig) and mlp.parallel is not None:
         wide = replace(mlp.parallel, intermediate=factor * mlp.parallel.intermediate)
         mlp = replace(mlp, parallel=wide)
     mixer = replace(layer.mixer, has_kv=False)
@@ -290,13 +312,16 @@ def _feeds(text: Json, family: Family) -> list[MLPConfig | MoEConfig]:
         factor = read_factor(text, family, "residual_multiplier")
         found[True] = read_experts(text, family.routing, factor)
     if False in sparse:
-        width = positive(text, family.mlp_width_field)
-        found[False] = MLPConfig(
-            intermediate=width,
-            bias=flag(text, "mlp_bias"),
-            activation=Activation(family.activation),
-        )
+        found[False] = _dense(text, family)
     return [found[each] for each in sparse]
+
+
+def _dense(text: Json, family: Family) -> MLPConfig:
+    return MLPConfig(
+        intermediate=positive(text, family.mlp_width_field),
+        bias=flag(text, "mlp_bias"),
+        activation=Activation(family.activation),
+    )
 
 
 def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:

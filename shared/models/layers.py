@@ -1,5 +1,8 @@
 """Config of a decoder layer: its token mixer, its MLP or MoE block, and the source of its KV.
 
+Most layers have both. In a model with one sublayer per layer, a layer has a mixer with `NoMLP`, or
+an MLP with `NoMixer`.
+
 A layer's parameters are named by the groups of its mixer and its MLP (`shared.models.groups`):
 `attention.inputs` of an attention layer, `gated_delta.inputs` of a GDN layer, `mlp.down` of a dense
 MLP, `experts.down` of an MoE block.
@@ -7,8 +10,8 @@ MLP, `experts.down` of an MoE block.
 
 from dataclasses import dataclass, replace
 
-from shared.models.mixers import MixerConfig
-from shared.models.mlp import FeedForwardConfig
+from shared.models.mixers import MixerConfig, NoMixer
+from shared.models.mlp import FeedForwardConfig, NoMLP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,11 @@ class LayerConfig:
     mixer: MixerConfig
     mlp: FeedForwardConfig
     kv_shared_layer_index: int | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """True if the layer has a mixer without an MLP, or an MLP without a mixer."""
+        return isinstance(self.mixer, NoMixer) != isinstance(self.mlp, NoMLP)
 
     def local(self, count: int) -> "LayerConfig":
         """Returns the config of one of `count` TP ranks."""

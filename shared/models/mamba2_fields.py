@@ -41,7 +41,7 @@ def read_mamba2(text: Json) -> Mamba2Config:
     if text["mamba_d_head"] == "auto":
         text = {**text, "mamba_d_head": _inner_width(text) // heads}
     size = positive(text, "mamba_d_head")
-    if heads * size != _inner_width(text):
+    if "mamba_expand" in text and heads * size != _inner_width(text):
         raise ValueError(
             f"mamba_n_heads ({heads}) times mamba_d_head ({size}) must equal mamba_expand times "
             f"hidden_size ({_inner_width(text)})"

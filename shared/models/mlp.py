@@ -71,6 +71,35 @@ class MLPConfig:
         return tensors
 
 
+@dataclass(frozen=True)
+class NoMLP:
+    """MLP of a layer that only has a mixer: no parameters."""
+
+    kind: ClassVar[str] = "no_mlp"
+
+    @property
+    def sizes(self) -> Self:
+        """The config itself: all such layers are equal."""
+        return self
+
+    @property
+    def divided(self) -> Iterator[tuple[str, int]]:
+        """No sizes."""
+        yield from ()
+
+    def local(self, count: int) -> Self:
+        """Returns the config of one of `count` TP ranks."""
+        del count
+        return self
+
+    def parameters(
+        self, prefix: str, layers: Sequence[str], settings: StackSettings
+    ) -> list[Parameter]:
+        """Returns no parameters."""
+        del prefix, layers, settings
+        return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertTensors:
     """Names and layout of the MoE tensors of a family.
@@ -117,6 +146,8 @@ class MoEConfig:
       is_renormalised: True if the weights of selected experts are divided by their sum.
       routed_factor: Final multiplier of the weights.
       output_factor: Multiplier of the output, which is added to the residual stream.
+      latent: Width of the latent that routed experts read and write, between two projections of all
+        experts; 0 without. The router and the shared expert read the hidden state.
       has_bias: True if the router and both matrices of an expert have a bias.
       activation: Activation of the experts.
       has_expert_scale: True if the weight of each expert is multiplied by a stored number.
@@ -142,6 +173,7 @@ class MoEConfig:
     is_renormalised: bool
     routed_factor: float
     output_factor: float
+    latent: int = 0
     has_bias: bool
     activation: Activation
     has_expert_scale: bool
@@ -175,7 +207,7 @@ class MoEConfig:
         """True if the shared expert has the width of the others and is the last entry of their
         stack.
         """
-        return self.shared_intermediate == self.intermediate
+        return self.shared_intermediate == self.intermediate and not self.latent
 
     @property
     def num_stacked(self) -> int:
@@ -197,6 +229,7 @@ class MoEConfig:
         """Sizes that must be multiples of the number of TP ranks, with their config.json fields."""
         yield self.tensors.width_field, self.intermediate
         yield "shared_expert_intermediate_size", self.shared_intermediate
+        yield "moe_latent_size", self.latent
         if self.parallel is not None:
             yield from self.parallel.divided
 
@@ -224,6 +257,8 @@ class MoEConfig:
         if self.has_score_bias:
             scores = {self.tensors.score_bias: (self.num_experts,)}
             tensors.append(stack(f"{prefix}score_bias", layers, scores, float32=True))
+        if self.latent:
+            tensors += self._latents(prefix, layers, hidden)
         if self.has_bias:
             tensors.append(bias(f"{prefix}router", layers, router, ()))
             tensors += [self._expert_biases(prefix, x, layers, hidden) for x in ("gate_up", "down")]
@@ -233,10 +268,10 @@ class MoEConfig:
         if settings.fused_gate_up:
             gate_up = {f"{shared}gate_up_proj.weight": (2 * wide[0], hidden)}
         down = {f"{shared}down_proj.weight": wide[::-1]}
-        joined = self.shares_stacks
+        joined, width = self.shares_stacks, self.latent or hidden
         tensors += [
-            self._experts(f"{prefix}gate_up", layers, hidden, gate_up if joined else {}),
-            self._experts(f"{prefix}down", layers, hidden, down if joined else {}),
+            self._experts(f"{prefix}gate_up", layers, width, gate_up if joined else {}),
+            self._experts(f"{prefix}down", layers, width, down if joined else {}),
         ]
         if self.shared_intermediate and not joined:
             cut = _gate_up(wide[0], self.activation)
@@ -266,6 +301,20 @@ class MoEConfig:
             *(norms_of(f"{prefix}{x}", layers, y, hidden, centre) for x, y in norms.items()),
         ]
 
+    def _latents(self, prefix: str, layers: Sequence[str], hidden: int) -> list[Parameter]:
+        """Returns the projections into the latent and back."""
+        shapes = {"fc1": (self.latent, hidden), "fc2": (hidden, self.latent)}
+        names = {"fc1": "latent_in", "fc2": "latent_out"}
+        return [
+            stack(
+                f"{prefix}{names[each]}",
+                layers,
+                {f"mlp.{each}_latent_proj.weight": shape},
+                sections=(ShardedRange(shape[0]),),
+            )
+            for each, shape in shapes.items()
+        ]
+
     def _experts(
         self,
         name: str,
@@ -278,7 +327,7 @@ class MoEConfig:
         Args:
           name: Parameter name, which ends in `gate_up` or `down`.
           layers: Prefixes of the layers in the checkpoint.
-          hidden: Hidden size.
+          hidden: Width of the experts' inputs.
           shared: Tensors of the shared expert that is stored after the others.
         """
         matrix, stored = name.rsplit(".", 1)[-1], self.tensors
@@ -347,4 +396,4 @@ def _gate_up(intermediate: int, activation: Activation) -> tuple[ShardedRange, .
     return (ShardedRange(intermediate),) * activation.num_projections
 
 
-FeedForwardConfig = MLPConfig | MoEConfig
+FeedForwardConfig = MLPConfig | MoEConfig | NoMLP

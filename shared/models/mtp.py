@@ -16,6 +16,7 @@ class MtpFormat:
       count_field: Field of config.json with the number of layers.
       prefix: Prefix of all tensors of a layer; `{number}` is its number after the decoder layers.
       layer: Prefix of its decoder layer after `prefix`.
+      mlp: Prefix of the MLP of that layer, if it is stored as a layer of its own.
       fc: Projection of the concatenated embedding and hidden state.
       embedding_norm, hidden_norm: Norms of both inputs of `fc`.
       final_norm: Norm before the LM head.
@@ -29,6 +30,7 @@ class MtpFormat:
     embedding_norm: str
     hidden_norm: str
     final_norm: str
+    mlp: str | None = None
     copies: tuple[str, ...] = ()
 
 
@@ -50,6 +52,17 @@ DEEPSEEK = MtpFormat(
     hidden_norm="hnorm.weight",
     final_norm="shared_head.norm.weight",
     copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
+
+NEMOTRON = MtpFormat(
+    count_field="num_nextn_predict_layers",
+    prefix="mtp.",
+    layer="layers.0",
+    mlp="layers.1",
+    fc="layers.0.eh_proj.weight",
+    embedding_norm="layers.0.enorm.weight",
+    hidden_norm="layers.0.hnorm.weight",
+    final_norm="layers.1.final_layernorm.weight",
 )
 
 
@@ -74,6 +87,11 @@ class MtpLayers:
         """Prefixes of the tensors of each layer."""
         numbers = range(self.first, self.first + self.count)
         return tuple(self.format.prefix.format(number=number) for number in numbers)
+
+    @property
+    def mlp(self) -> str:
+        """Prefix of the MLP of the decoder layer, without the dot at its end."""
+        return self.layer if self.format.mlp is None else self.tensor(self.format.mlp)
 
     @property
     def layer(self) -> str:

@@ -42,7 +42,7 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     return [_as_stored(each, config.tensor_names) for each in tensors]
 
 
-_PLACE = re.compile(r"(?:layers\.\d+\.)?")
+_PLACE = re.compile(r"(?:mtp\.)?(?:layers\.\d+\.)?")
 
 
 def _as_stored(parameter: Parameter, names: Sequence[tuple[str, str]]) -> Parameter:
@@ -107,6 +107,7 @@ def decoder_parameters(
     config: ModelConfig,
     layers: Sequence[str],
     like: Sequence[LayerConfig] | None = None,
+    mlps_of: Sequence[str] | None = None,
 ) -> list[Parameter]:
     """Returns the stacks of the decoder layers with the checkpoint prefixes `layers`.
 
@@ -115,18 +116,25 @@ def decoder_parameters(
       config: Config of the model.
       layers: Prefixes of the layers in the checkpoint.
       like: Config of each layer; None for the layers of `config`.
+      mlps_of: Prefixes of their MLPs, if those are stored as layers of their own.
     """
     like = config.layers if like is None else like
     mixers, mlps = group([each.mixer for each in like]), group([each.mlp for each in like])
     norms, centre = NORMS_BEHIND if config.post_norm else NORMS, config.norm_centre
     norms = NORMS_AROUND if config.sandwich_norms else norms
+    if any(each.is_single for each in like):
+        norms = {"input_norm": NORMS["input_norm"]}
     tensors = [norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()]
+    if mlps_of is not None:
+        name, source = f"{prefix}post_attention_norm", norms["post_attention_norm"]
+        tensors[-1] = norms_of(name, mlps_of, source, config.hidden, centre)
     if config.has_layer_scalars:
         scalars = {"layer_scalar": (1,)}
         tensors.append(stack(f"{prefix}layer_scalar", layers, scalars, float32=True))
     tensors += per_layer.layer_parameters(prefix, config, layers)
     for each in (*mlps, *sorted(mixers, key=lambda group: group.name)):
-        of_group = [layers[i] for i in each.layers]
+        stored = layers if mlps_of is None or each in mixers else mlps_of
+        of_group = [stored[i] for i in each.layers]
         tensors += each.config.parameters(f"{prefix}{each.name}.", of_group, config.stack_settings)
     return tensors
 
@@ -168,5 +176,5 @@ def _mtp_parameters(config: ModelConfig, mtp: MtpLayers) -> list[Parameter]:
             single_norm(f"mtp.{name}", mtp.tensor(tensor), hidden, config.norm_centre)
             for name, tensor in norms.items()
         ),
-        *decoder_parameters("mtp.layer.", config, [mtp.layer], [config.draft_layer]),
+        *decoder_parameters("mtp.layer.", config, [mtp.layer], [config.draft_layer], [mtp.mlp]),
     ]

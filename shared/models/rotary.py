@@ -146,7 +146,7 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
     Raises:
       ValueError: See `settings_of`.
     """
-    if default := of.fields["rope_parameters"]:
+    if default := of.fields.get("rope_parameters"):
         # transformers 5.0 wrote the base of other classes next to the settings of such a class.
         text = {name: value for name, value in text.items() if (name, value) != (BASE, of.theta)}
         if not any(object_of(text, name) for name in OBJECTS):

@@ -6,7 +6,13 @@ from typing import Any
 from shared.models.vision_config import TENSORS
 from shared.models.weight_files import CheckpointError
 
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+PREFIXES = (
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "model.",
+    "backbone.",
+)
 """Prefixes of tensor names in released checkpoints; the first that matches is removed."""
 
 UNNEEDED = (

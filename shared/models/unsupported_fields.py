@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shared.models.activation import GELU_TANH, SILU
+from shared.models.activation import GELU_TANH, RELU2, SILU
 from shared.models.config_fields import Json, count, flag, listed, object_of
 from shared.models.experts import refuse_other_experts
 from shared.models.family import BIASES, Family, SlidingWindowRule
@@ -13,6 +13,7 @@ SLIDING = LAYER_TYPES[1]
 _ACTIVATIONS = {
     SILU: ("hidden_act", ("silu", "swish")),
     GELU_TANH: ("hidden_activation", ("gelu_pytorch_tanh",)),
+    RELU2: ("mlp_hidden_act", ("relu2",)),
 }
 """Field with the activation of dense MLPs by its kind, and the spellings of the kind."""
 

@@ -47,6 +47,7 @@ class Experts:
       down: Down projection of each expert, in the same order.
       score_bias: Bias added to scores for the selection only; None if the model has none.
       shared_gate_up, shared_down: Weights of a shared expert of another width; else None.
+      latent_in, latent_out: Projections into the latent of the routed experts and back; else None.
       expert_scale: Multiplier of the weight of each expert; None if the model has none.
       parallel: Dense MLP in parallel to the experts; None without.
     """
@@ -55,8 +56,10 @@ class Experts:
     gate_up: Matrix
     down: Matrix
     score_bias: Float[np.ndarray, " experts"] | None
-    shared_gate_up: Matrix | None
-    shared_down: Matrix | None
+    shared_gate_up: Matrix | None = None
+    shared_down: Matrix | None = None
+    latent_in: Matrix | None = None
+    latent_out: Matrix | None = None
     expert_scale: Float[np.ndarray, " experts"] | None = None
     parallel: ParallelMLP | None = None
 
@@ -152,10 +155,15 @@ def experts(
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
     if weights.expert_scale is not None:
         chosen = replace(chosen, weights=chosen.weights * weights.expert_scale[chosen.ids])
-    out = np.zeros(x.shape, np.float32)
+    inputs = x
+    if weights.latent_in is not None:
+        inputs = linear.product_float32(x, weights.latent_in).astype(x.dtype)
+    out = np.zeros(inputs.shape, np.float32)
     for row, (ids, shares) in enumerate(zip(chosen.ids, chosen.weights, strict=True)):
         for expert, share in zip(ids, shares, strict=True):
-            out[row] += share * _of_expert(x[row : row + 1], config, weights, int(expert))[0]
+            out[row] += share * _of_expert(inputs[row : row + 1], config, weights, int(expert))[0]
+    if weights.latent_out is not None:
+        out = linear.product_float32(out.astype(x.dtype), weights.latent_out)
     if config.shared_intermediate:
         shared = _shared(x, config, weights)
         if config.shared_is_gated:

@@ -50,6 +50,8 @@ def experts_of(config: ModelConfig, weights: Weights, prefix: str, place: int) -
         score_bias=None if bias is None else bias[place],
         shared_gate_up=at("shared_gate_up") if has_own else None,
         shared_down=at("shared_down") if has_own else None,
+        latent_in=at("latent_in") if f"{prefix}latent_in" in weights else None,
+        latent_out=at("latent_out") if f"{prefix}latent_out" in weights else None,
         expert_scale=None if expert_scale is None else expert_scale[place],
         parallel=_parallel_mlp(config, weights, prefix, place),
     )

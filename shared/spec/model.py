@@ -12,8 +12,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.mixers import AttentionConfig, LatentAttentionConfig, SelfAttentionConfig
-from shared.models.mlp import MLPConfig, MoEConfig
+from shared.models.mixers import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    NoMixer,
+    SelfAttentionConfig,
+)
+from shared.models.mlp import FeedForwardConfig, MoEConfig, NoMLP
 from shared.spec import attention, draft_tree, layers, linear, per_layer
 from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
 from shared.spec.attention_layer import (
@@ -153,18 +158,21 @@ def forward(
         table = per_layer_table(config, weights)
         parts = per_layer.per_layer_parts(tokens, embedded, table, config.rms_eps)
     for layer, (each, place) in enumerate(zip(config.layers, config.places, strict=True)):
-        name, index = f"{place.mixer}.", place.mixer_index
-        projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
-        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
-        if isinstance(each.mixer, SelfAttentionConfig):
-            pool, at = pools[place.pool], place.pool_index
-            mixed, pools[place.pool] = attention_mixer(
-                config, each.mixer, weights, (name, index), inputs, rows, pool, at
-            )
-        else:
-            mixed = mixer(index, inputs)
-        between = norm_between(config, weights, "", layer)
-        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
+        if not isinstance(each.mixer, NoMixer):
+            name, index = f"{place.mixer}.", place.mixer_index
+            projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
+            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
+            if isinstance(each.mixer, SelfAttentionConfig):
+                pool, at = pools[place.pool], place.pool_index
+                mixed, pools[place.pool] = attention_mixer(
+                    config, each.mixer, weights, (name, index), inputs, rows, pool, at
+                )
+            else:
+                mixed = mixer(index, inputs)
+            between = norms[layer + 1]
+            if not each.is_single:
+                between = norm_between(config, weights, "", layer)
+            stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
         stack = f"{place.mlp}.", place.mlp_index
         stream = mlp_layer(config, each.mlp, weights, "", layer, stack, stream, norms[layer + 1])
         part = None if parts is None else parts[:, layer]
@@ -316,7 +324,7 @@ def attention_layer(
 
 def mlp_layer(
     config: ModelConfig,
-    mlp: MLPConfig | MoEConfig,
+    mlp: FeedForwardConfig,
     weights: Weights,
     prefix: str,
     layer: int,
@@ -334,6 +342,8 @@ def mlp_layer(
       stream, norm: Residual stream before the MLP's norm, and scale of the norm after the addition.
     """
     name, index = stack
+    if isinstance(mlp, NoMLP):
+        return stream
     if isinstance(mlp, MoEConfig):
         experts = experts_of(config, weights, name, index)
         if experts.parallel is None:

@@ -195,6 +195,10 @@ def test_float32_experts_counted_on_gpu(platform):
             "expert widths that are multiples of 16, got 24",
         ),
         (
+            {"latent": 32, "shared_intermediate": 0, "shared_is_gated": False},
+            "without a latent, got",
+        ),
+        (
             {"shared_intermediate": 24},
             "shared experts of the same width as the others .32., got 24",
         ),

@@ -158,6 +158,7 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     ("framework", "family"),
     [
         *every(EXPERTS, EXPERTS[:4], EXPERTS[4:]),
+        (TWO, "nemotron_h"),
         *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in MATRIX_ONLY),
     ],
 )

@@ -116,9 +116,8 @@ def test_load_progress_counts_every_stored_byte(tmp_path):
 @pytest.mark.parametrize("family", [name for name in WITH_MTP if name not in DIVIDED.values()])
 def test_missing_mtp_tensors_raise_only_when_required(family, tmp_path):
     config = write_tiny(tmp_path, family, 0)
-    is_qwen = family.startswith("qwen")
-    layer = "mtp." if is_qwen else f"model.layers.{config.num_layers}."
-    prefix = layer.removeprefix("model.") + "*"
+    (prefix,) = config.mtp.prefixes
+    layer, prefix = prefix if prefix == "mtp." else f"model.{prefix}", f"{prefix}*"
     assert open_checkpoint(tmp_path).has_mtp(config)
     rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if not k.startswith(layer)})
     checkpoint = open_checkpoint(tmp_path)

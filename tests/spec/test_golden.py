@@ -88,8 +88,8 @@ TURNED = (
     "smollm3",
 )
 HYBRID = ("qwen3_5_dense", "qwen3_5_moe", "qwen3_next")
-MAMBA2 = ("bamba", "granitemoehybrid", "granitemoehybrid_dense")
-MODELS = (*TURNED, *HYBRID, "granitemoehybrid", "qwen3_moe_fp8")
+MAMBA2 = (*("bamba", "granitemoehybrid", "granitemoehybrid_dense", "nemotron_h", "nemotron_h_mtp"),)
+MODELS = (*(*TURNED, *HYBRID, "granitemoehybrid", "nemotron_h", "nemotron_h_mtp", "qwen3_moe_fp8"),)
 CONTEXTS = {"phi3_longrope": 4096}
 """Context lengths beyond which the RoPE of a model differs; the golden short prompts use the
 shorter.
@@ -126,6 +126,7 @@ def test_prefill_kv_matches_golden(folder, implementation):
     windowed = {"gemma2": 1, "gemma3": 2, "gemma4": 2, "gemma4_moe": 2}
     windowed |= {"gpt_oss_bf16": 1, "olmo3": 3}
     first = windowed | dict.fromkeys(("granitemoehybrid", "granitemoehybrid_dense"), 2)
+    first |= {"nemotron_h": 2, "nemotron_h_mtp": 3}
     first |= {"bamba": 1, "qwen3_5_dense": 3, "qwen3_5_moe": 1, "qwen3_next": 1}
     layer = first.get(folder, 0)  # the first with full attention
     k, v = golden.kv(windowed.get(folder, 0))
@@ -237,7 +238,7 @@ def test_chunked_prefill_any_split_matches_golden(cuts, folder, implementation):
     close(window.T, want["long_conv_0"])
 
 
-@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe", *HYBRID])
+@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe", "nemotron_h_mtp", *HYBRID])
 def test_mtp_hidden_states_and_logits_match_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder)

@@ -90,6 +90,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3},
     "ministral3": {},
     "mistral": {},
+    "nemotron_h": {
+        **EXPERTS,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "moe_shared_expert_intermediate_size": 40,
+        "layers_block_type": ["mamba", "moe", "full_attention", "mlp", "mamba"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16},
+    },
     "olmo2": {},
     "olmo3": {},
     "phi3": PADDING,
@@ -224,6 +232,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "rope_parameters": _LONG | {"long_factor": [1.5] * 8},
             "max_position_embeddings": 8192,
+        },
+    ),
+    "nemotron_h, latent": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["full_attention", "moe", "mlp", "mlp"],
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "qwen2, windows": ("qwen2", {**_WINDOWS, "max_window_layers": 2}),

@@ -32,8 +32,8 @@ DENSE = (
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, with and without a latent of queries."""
 EXPERTS = (
-    *("gemma4_moe", "glm4_moe", "gpt_oss", "granitemoehybrid", "minimax_m2", "qwen3_5_moe"),
-    *("qwen3_moe", "qwen3_next", *LATENT),
+    *("gemma4_moe", "glm4_moe", "gpt_oss", "granitemoehybrid", "minimax_m2", "nemotron_h"),
+    *("qwen3_5_moe", "qwen3_moe", "qwen3_next", *LATENT),
 )
 """Families with mixtures of experts, between them every kind of router and of layout."""
 MATRIX_ONLY = ("gemma4_moe", "minimax_m2", "qwen3_next")
@@ -188,6 +188,26 @@ _CONFIGS["minimax_m2"] = {
     "use_qk_norm": True,
     "use_routing_bias": True,
 }
+_CONFIGS["nemotron_h"] = {
+    **{
+        name: value
+        for name, value in _LIKE_LLAMA.items()
+        if name not in ("rms_norm_eps", "rope_theta", "num_hidden_layers")
+    },
+    **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 16},
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M*E-ME",
+    "layer_norm_epsilon": 1e-5,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
 _CONFIGS["granitemoehybrid"] = {
     **{name: value for name, value in _CONFIGS["granite"].items() if name != "head_dim"},
     **_MAMBA2,
@@ -255,9 +275,9 @@ DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
 """Families with GDN layers."""
-HYBRIDS = ("bamba", "granitemoehybrid", *DELTA)
+HYBRIDS = ("bamba", "granitemoehybrid", "nemotron_h", *DELTA)
 """Families with a recurrent state."""
-WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", *DELTA)
+WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h", *DELTA)
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -359,4 +379,6 @@ def _random(
         drawn = noise
     else:
         drawn = noise / np.sqrt(shape[-1])
+        if name.endswith("down") and config.experts and not config.experts.activation.is_gated:
+            drawn *= 0.2  # squares are larger than outputs of SwiGLU
     return drawn.astype(np.float32)

@@ -376,6 +376,7 @@ def test_train_rejects_invalid_flags_in_one_line(data, tmp_path, words, fault, c
         ("phi3", None),
         ("glm4_moe", "shared experts"),
         ("glm4_moe_lite", "latent attention"),
+        ("nemotron_h", "Mamba2 layers"),
         ("qwen3_5_moe", "shared experts"),
         ("qwen3_moe", None),
     ],

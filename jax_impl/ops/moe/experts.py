@@ -40,6 +40,8 @@ class Experts(NamedTuple):
     score_bias: Norm | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
+    latent_in: Matrix | None = None
+    latent_out: Matrix | None = None
     expert_scale: Norm | None = None
     parallel: ParallelMLP | None = None
 
@@ -114,14 +116,22 @@ def experts(
     if (scale := alone(weights.expert_scale)) is not None:
         chosen = chosen._replace(weights=chosen.weights * scale[chosen.ids])
 
+    inputs = x
+    if weights.latent_in is not None:
+        latents = linear.product_float32(x, weights.latent_in).astype(x.dtype)
+        inputs = all_gather.all_gather(group, latents)
+
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
         share = jnp.where(is_chosen, chosen.weights, 0).sum(axis=1, keepdims=True)
-        more = out + share * _of_expert(x, config, weights, expert, group)
+        more = out + share * _of_expert(inputs, config, weights, expert, group)
         return jnp.where(is_chosen.any(axis=1, keepdims=True), more, out), None
 
     nothing = jnp.zeros((len(x), weights.down.num_outputs), jnp.float32)
     out, _ = lax.scan(add, nothing, jnp.arange(config.num_experts))
+    if weights.latent_out is not None:
+        latents = all_gather.all_gather(group, out.astype(x.dtype))
+        out = linear.product_float32(latents, weights.latent_out)
     if config.shared_intermediate:
         shared = _shared(x, config, weights, group)
         if config.shared_is_gated:

@@ -32,6 +32,7 @@ class ConfigClass:
       rotated: Default fraction of a head that is rotated.
       sections: Default M-RoPE sections: rotated pairs by time, row and column of an image.
       extras: Default of each field that checkpoints contain and the class does not declare.
+      names: Fields with another name than in other classes, each with that name.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ConfigClass:
     rotated: float = 1.0
     sections: list[int] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -56,7 +58,8 @@ class ConfigClass:
         """
         defaults, named = self.defaults, self._renamed(stated, place)
         absent = {name for name, value in named.items() if value is None and self._fills(name)}
-        return defaults | {name: value for name, value in named.items() if name not in absent}
+        found = defaults | {name: value for name, value in named.items() if name not in absent}
+        return {self.names.get(name, name): value for name, value in found.items()}
 
     def _fills(self, name: str) -> bool:
         """Returns True if null in the field equals an absent field."""

@@ -8,6 +8,7 @@ from shared.models.mixers.attention import AttentionConfig
 from shared.models.mixers.gated_delta import GatedDeltaConfig
 from shared.models.mixers.latent_attention import LatentAttentionConfig
 from shared.models.mixers.mamba2 import Mamba2Config
+from shared.models.mixers.no_mixer import NoMixer
 
 SelfAttentionConfig = AttentionConfig | LatentAttentionConfig
 """Mixers that attend to earlier positions, with cache entries in pages."""
@@ -15,4 +16,4 @@ SelfAttentionConfig = AttentionConfig | LatentAttentionConfig
 RecurrentConfig = GatedDeltaConfig | Mamba2Config
 """Mixers with a recurrent state and a convolution window, both per slot."""
 
-MixerConfig = SelfAttentionConfig | RecurrentConfig
+MixerConfig = SelfAttentionConfig | RecurrentConfig | NoMixer

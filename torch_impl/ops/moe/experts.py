@@ -43,6 +43,8 @@ class Experts:
     score_bias: Float[Tensor, " experts"] | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
+    latent_in: Matrix | None = None
+    latent_out: Matrix | None = None
     expert_scale: Float[Tensor, " experts"] | None = None
     parallel: ParallelMLP | None = None
 
@@ -116,13 +118,19 @@ def experts(
     if weights.expert_scale is not None:
         scale = weights.expert_scale[chosen.ids.long()]
         chosen = replace(chosen, weights=chosen.weights * scale)
-    width = weights.down.num_outputs
+    width, inputs = weights.down.num_outputs, x
+    if weights.latent_in is not None:
+        latents = linear.product_float32(x, weights.latent_in).to(x.dtype)
+        inputs = all_gather.all_gather(group, latents)
     out = torch.zeros((len(x), width), dtype=torch.float32, device=x.device)
     for expert in _in_use(chosen, config):
         is_chosen = chosen.ids == expert
         share = torch.where(is_chosen, chosen.weights, 0).sum(dim=1, keepdim=True)
-        more = out + share * _of_expert(x, config, weights, expert, group)
+        more = out + share * _of_expert(inputs, config, weights, expert, group)
         out = torch.where(is_chosen.any(dim=1, keepdim=True), more, out)
+    if weights.latent_out is not None:
+        latents = all_gather.all_gather(group, out.to(x.dtype))
+        out = linear.product_float32(latents, weights.latent_out)
     if config.shared_intermediate:
         shared = _shared(x, config, weights, group)
         if config.shared_is_gated:
