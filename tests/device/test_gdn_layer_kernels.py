@@ -19,6 +19,7 @@ import jax_impl.ops.recurrent.recurrent_layer
 import torch_impl.ops.recurrent.recurrent_layer
 from kernels.pallas_gpu.gdn import gdn_tree
 from shared.models.mixers import GatedDeltaConfig
+from shared.spec import recurrent_mixer
 from shared.spec import recurrent_state as spec
 from tests.support.cases.gdn.recurrent_layer import TABLE, block_trees, parents_of
 from tests.support.gdn_layer_kernels import (
@@ -93,7 +94,7 @@ def test_gdn_decode_advances_state_and_replay_conv_state(language: str) -> None:
     slots = case.slots[is_run]
     held = (case.recurrent[LAYER, slots], case.window[LAYER, slots])
     rows = case.projected[: is_run.sum()]
-    out, recurrent, window = spec.recurrent_decode(rows, case.weights, case.sizes, *held)
+    out, recurrent, window = recurrent_mixer.recurrent_decode(rows, case.weights, case.sizes, *held)
     np.testing.assert_allclose(got.out[: len(rows)], out, **FLOAT32)
     want = case.recurrent.copy()
     want[LAYER, slots] = recurrent

@@ -12,6 +12,7 @@ import torch
 
 from kernels.gdn_tiles import GDNLayerTiles
 from shared.models.mixers import GatedDeltaConfig
+from shared.spec import recurrent_mixer
 from shared.spec import recurrent_state as spec
 from shared.spec.reduction_order import SQUARES
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
@@ -50,7 +51,7 @@ class Case:
 
     sizes: GatedDeltaConfig
     projected: np.ndarray
-    weights: spec.RecurrentWeights
+    weights: recurrent_mixer.RecurrentWeights
     recurrent: np.ndarray
     window: np.ndarray
     slots: np.ndarray
@@ -114,7 +115,7 @@ def make(
     recurrent[LAYER, slots] = rng.standard_normal((B, H, K, V)) / 4
     window[LAYER, slots] = rounded(rng.standard_normal((B, spec.WINDOW, C)))
     projected = rng.standard_normal((sum(counts) + padding, C + H * V + 2 * H), np.float32)
-    weights = spec.RecurrentWeights(
+    weights = recurrent_mixer.RecurrentWeights(
         conv=rounded(rng.standard_normal((C, 4), np.float32)),
         conv_bias=None,
         a_log=rng.uniform(-2, 1, H).astype(np.float32),
@@ -273,7 +274,7 @@ def specified(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
         parents = np.where(np.arange(N) < case.counts[:, None], case.parents, 0)
     held = (case.recurrent[LAYER, case.slots], case.window[LAYER, case.slots])
     weights, where = (case.weights, case.sizes), (parents, row_of, request, of_row)
-    out, kept = spec.recurrent_verify_tree(case.projected, *weights, *held, *where)
+    out, kept = recurrent_mixer.recurrent_verify_tree(case.projected, *weights, *held, *where)
     kept = [x[0] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)]
     return np.where((rows < starts[-1])[:, None], out, 0), kept
 
