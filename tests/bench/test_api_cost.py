@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from bench.serving import api_cost
 from tests.support.scripted_model import serving_script
 
 
+@pytest.mark.matrix
 def test_api_cost_writes_serializers_and_streams(tmp_path):
     (tmp_path / "model").mkdir()
     out = tmp_path / "found.json"

@@ -223,6 +223,7 @@ def test_quarters_of_latencies_are_medians():
     assert quarters(found) == [0.0, 1000.0, 2000.0, 3000.0]
 
 
+@pytest.mark.matrix
 def test_agent_sessions_with_drafts_equal_plain_decoding(tmp_path, capsys):
     out = tmp_path / "soak.json"
     size = ["--sessions", "2", "--rounds", "2", "3", "--at-once", "2", "--context-length", "2048"]

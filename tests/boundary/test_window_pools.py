@@ -42,7 +42,7 @@ CASES = [
     for framework in FRAMEWORKS
     for case, default in zip(
         DRAFTERS,
-        (("reference",), ("reference",), ("reference", "torch"), ("reference",)),
+        ((), (), ("torch",), ("reference",)),
         strict=True,
     )
 ]

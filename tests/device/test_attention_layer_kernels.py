@@ -79,9 +79,9 @@ def real(case: MixCase) -> slice:
 
 # Of Pallas: those of the first line are one program.
 COMPILED = ("trees", "nothing committed", "draft KV from an offset", "request without rows")
-COMPILED += ("gate, partial rotary", "no norms, group of five", "half precision")
+COMPILED += ("gate, partial rotary", "half precision")
 COMPILED += ("soft cap and sinks",)
-COMPILED += ("blocks", "blocks of windows", "shared KV, trees", "shared KV, half precision")
+COMPILED += ("blocks", "blocks of windows", "shared KV, trees")
 each_case = pytest.mark.parametrize(
     ("run", "name"), in_languages(CASES, COMPILED), indirect=["run"]
 )

@@ -22,10 +22,10 @@ from tests.support.drafter_cases import Fewer
 from tests.support.run_engine import drive
 from tests.support.tree_cells import cell
 
-SMALL, LARGE, SHARED = tree(3, 2, 8), tree(SIZE - 1, 4, 24), tree(SIZE - 1, 4, 24, 0.5)
+LARGE, SHARED = tree(SIZE - 1, 4, 24), tree(SIZE - 1, 4, 24, 0.5)
 DEFAULT = {
     ("qwen3", "DFLASH"): (LARGE,),
-    ("qwen3_5", "JETSPEC"): (SMALL, SHARED),
+    ("qwen3_5", "JETSPEC"): (SHARED,),
     ("llama", "DFLASH2"): (LARGE,),
     ("llama", "DSPARK-gated"): (LARGE,),
 }

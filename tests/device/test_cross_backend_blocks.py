@@ -138,11 +138,10 @@ class Tiers(StaticController):
 @pytest.mark.parametrize(
     ("frameworks", "shapes"),
     [
-        (("reference", "torch"), (SHORT,)),
-        (("reference", "torch"), (SHORT, CHAIN, PLAIN, SHARED)),
-        (("reference", "torch", "jax"), (SHARED, CHAIN)),
+        pytest.param(("reference", "torch"), (SHORT,), id="short"),
+        pytest.param(("reference", "torch"), (SHORT, CHAIN, PLAIN, SHARED), id="all"),
+        pytest.param(("torch", "jax"), (SHARED, CHAIN), id="jax", marks=pytest.mark.matrix),
     ],
-    ids=["short", "all", "jax"],
 )
 def test_short_chain_and_verify_budget_preserve_plain_output(
     frameworks, shapes, sampling, backends

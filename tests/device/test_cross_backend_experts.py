@@ -49,11 +49,16 @@ def backends() -> Iterator[Backends]:
 
 
 def is_usual(one: TreeCell) -> bool:
-    """Trees are sampled and chains greedy, with every drafter.
+    """Plain decoding is greedy, and each drafter has one shape in each family.
 
-    Cells of `MATRIX_ONLY` families are in the matrix.
+    Heads have sampled trees, and the family's copy greedy chains. Cells of `MATRIX_ONLY` families
+    are in the matrix.
     """
-    return (one.tree == TREE) == (one.sampling == SAMPLED) and one.family not in MATRIX_ONLY
+    if one.family in MATRIX_ONLY:
+        return False
+    if one.drafter in ("EAGLE3", "NEXTN"):
+        return one.tree == TREE and one.sampling == SAMPLED
+    return one.tree != TREE and one.sampling == GREEDY
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,12 @@ def all_backends() -> Iterator[Backends]:
 
 
 def is_in_jax(drafter: str) -> bool:
-    """An MTP layer's trees are grown as EAGLE-3's are; its chains, test_cross_backend.py has."""
-    return drafter != "NEXTN"
+    """An MTP layer's and a draft model's trees are grown as EAGLE-3's are.
+
+    JAX has chains of both in test_cross_backend.py, and trees of the latter in
+    test_cross_backend_families.py.
+    """
+    return drafter not in ("NEXTN", "STANDALONE")
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -89,7 +93,7 @@ def test_tree_backends_match_spec(cell, backends):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", [each for each in CELLS if not is_in_jax(each.drafter)], ids=str)
-def test_jax_mtp_trees_match_torch(cell, backends):
+def test_other_jax_trees_match_torch(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 

@@ -301,7 +301,7 @@ CUT_OTHERWISE = {
 }
 
 
-@these(*CUT_OTHERWISE)
+@pytest.mark.parametrize(("language", "name"), in_languages(CUT_OTHERWISE, {"trees"}))
 def test_gdn_layer_bits_independent_of_tile_config(name: str, language: str) -> None:
     cut, other = found(language, name), mix(language, CASES[name], CUT_OTHERWISE[name])
     mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
@@ -372,7 +372,13 @@ def shapes(N: int, has_fields: bool) -> dict:
     }
 
 
-@pytest.mark.parametrize(("N", "W"), [(1, 1), (4, 4), (6, 6), (16, 6), (64, 4)])
+LOWERED = ((4, 4), (6, 6), (16, 6))
+
+
+@pytest.mark.parametrize(
+    ("N", "W"),
+    [(1, 1), *(pytest.param(N, W, marks=pytest.mark.matrix) for N, W in LOWERED), (64, 4)],
+)
 def test_pallas_gdn_layer_lowers_for_gpu(N: int, W: int) -> None:
     # The interpreter accepts operations and sizes that the lowering rejects.
     kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)

@@ -22,7 +22,7 @@ from tests.support.attend_latent_cases import (
     specified,
 )
 from tests.support.cases.attention.attention import Case, prompt_case, tree_case
-from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, in_languages
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, in_languages, in_pallas
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -86,8 +86,9 @@ def run_triton(case: AttendCase, order: Any = LATENT_ATTENTION, **changes: int) 
 RUNS: dict[str, Run] = {"pallas": run_pallas, "triton": run_triton}
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=in_pallas(KERNELS, {"triton"}))
 def run(request: pytest.FixtureRequest) -> Run:
+    """The kernels of both; Pallas is interpreted in the matrix, and by default in its own tests."""
     return RUNS[request.param]
 
 
@@ -143,8 +144,9 @@ def only(case: AttendCase, request: int, rows: slice, start: int = 0) -> AttendC
 
 
 @pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
-def test_latent_attention_row_is_batch_invariant(changes: dict[str, int], run: Run) -> None:
-    case = CASES["half precision"]
+@pytest.mark.parametrize("language", KERNELS)
+def test_latent_attention_row_is_batch_invariant(changes: dict[str, int], language: str) -> None:
+    case, run = CASES["half precision"], RUNS[language]
     together = run(case)
     starts = case.rows.row_starts
     for request, row in [(0, starts[1] - 1), (1, starts[1] + 1), (2, starts[2])]:

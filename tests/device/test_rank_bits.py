@@ -224,18 +224,13 @@ def test_tp_jax_devices_decode_bitwise_equal(family, drafter):
     check_ranks(family, drafter, "2,4", "plain,chain")
 
 
-EIGHT = [
-    pytest.param(
-        name, backend, marks=() if backend == "jax" and name == "hybrid" else pytest.mark.matrix
-    )
-    for name, backend in product(MODELS, BACKENDS)
-]
-"""A default run has four ranks of torch, of which one has no token of the vocabulary either."""
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs; GPUs are as many as there are")
-@pytest.mark.parametrize(("name", "backend"), EIGHT)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "backend"), list(product(MODELS, BACKENDS)))
 def test_tp_eight_ranks_bitwise_equal(name, backend):
-    """There are fewer KV heads than ranks, and ranks without tokens of the vocabulary."""
+    """There are fewer KV heads than ranks, and ranks without tokens of the vocabulary.
+
+    A default run has both in four ranks of torch.
+    """
     said = run_part(backend, name, 8)
     assert said[0].isdigit(), said

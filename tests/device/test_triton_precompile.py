@@ -142,6 +142,7 @@ def test_compile_kernels_fills_cache_in_other_processes(tmp_path: Path) -> None:
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
 
 
+@pytest.mark.matrix
 def test_compile_kernels_waits_last_for_other_rank(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     assert compiled(tmp_path, "(5, 7)", ranks=cores).returncode == 0

@@ -65,9 +65,8 @@ def test_tool_loop(tmp_path):
             assert out == "78\n"
 
 
-@pytest.mark.parametrize(
-    "apis", [["messages"], pytest.param(["chat", "responses"], marks=pytest.mark.matrix)]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("apis", [["messages"], ["chat", "responses"]])
 def test_tool_loop_forces_call_of_demo_model(apis):
     command = ["-m", "torch_impl.serve", "--port", "0", "--context-length", "1024"]
     with serving(command) as server:

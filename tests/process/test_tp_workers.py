@@ -123,7 +123,13 @@ STEP_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", STEP_FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(name, marks=pytest.mark.matrix if "sleeps" in name else ())  # ten seconds
+        for name in STEP_FAULTS
+    ],
+)
 def test_failed_step_on_rank_ends_all_ranks(fault, monkeypatch):
     """Open streams and the log get the failure, with its rank unless it is rank 0."""
     monkeypatch.setenv(serve_tp.FAULT, fault)
