@@ -131,6 +131,13 @@ def _tower_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) 
     return f"{takes.product_dtype}, got {blueprint.dtype}"
 
 
+def _gelu_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    if any(model.per_layer_size for model in _models(blueprint)):
+        fault = _dtype_fault(takes, blueprint, program)
+        return fault or _tower_fault(takes, blueprint, program)
+    return _tower_fault(takes, blueprint, program)
+
+
 def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     if program.work is not StepKind.PREFILL:
         return None
@@ -196,11 +203,12 @@ def _experts_size_fault(
     return None
 
 
+GELU = "layers.gelu_tanh"
 OF_TOWERS = (
     "attention.bidirectional_attention",
     *(f"layers.{name}" for name in ("bilinear_pos_embed", "gelu", "gelu_tanh", "layer_norm")),
 )
-"""Operations that only vision encoders run."""
+"""Operations of vision encoders; models with per-layer embeddings run GELU, too."""
 
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
@@ -215,7 +223,10 @@ OPERATIONS = (
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
     Operation("lm_head", _dtype_fault, is_refused=False),
-    *(Operation(name, _tower_fault, is_refused=False) for name in OF_TOWERS),
+    *(
+        Operation(name, _gelu_fault if name == GELU else _tower_fault, is_refused=False)
+        for name in OF_TOWERS
+    ),
 )
 """All operations whose kernels do not support every model and dtype.
 

@@ -49,7 +49,7 @@ VLM_ARCHITECTURES: dict[str, tuple[ConfigClass, str]] = (
 it, and the `model_type` of a `text_config` without one.
 """
 
-UNSUPPORTED: dict[str, str] = deepseek.UNSUPPORTED | llama.UNSUPPORTED
+UNSUPPORTED: dict[str, str] = deepseek.UNSUPPORTED | gemma.UNSUPPORTED | llama.UNSUPPORTED
 """Unsupported architectures, and a missing feature that they require."""
 
 HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")

@@ -78,3 +78,9 @@ def test_kv_tensors_of_sharing_layers_are_ignored(tmp_path):
     save_file(tensors | {"model.layers.6.self_attn.k_proj.weight": spare}, path)
     with pytest.raises(CheckpointError, match=r"layers.6.self_attn.k_proj.weight is not part"):
         load_all(tmp_path, config, False)
+
+
+@pytest.mark.parametrize("kind", ["Gemma4Assistant", "Gemma4UnifiedAssistant"])
+def test_assistant_as_model_raises(kind):
+    with pytest.raises(ValueError, match=f"{kind}ForCausalLM, which requires the KV of a target"):
+        config_from_dict({"architectures": [f"{kind}ForCausalLM"], "text_config": CONFIG})

@@ -63,8 +63,10 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_assistant": "Gemma4AssistantForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
 }
 
@@ -75,4 +77,9 @@ VLM_ARCHITECTURES = {
         config_classes.GEMMA4_UNIFIED_OUTER,
         "gemma4_unified_text",
     ),
+}
+
+UNSUPPORTED = {
+    "Gemma4AssistantForCausalLM": "the KV of a target model",
+    "Gemma4UnifiedAssistantForCausalLM": "the KV of a target model",
 }
