@@ -170,6 +170,18 @@ def test_rank_kernel_every_width_matches_spec(width: int, language: str) -> None
     assert ((ids >= 0) & (ids < vocab)).all()
 
 
+@pytest.mark.parametrize(
+    "language", [pytest.param(each, marks=SELDOM if each == "pallas" else ()) for each in KERNELS]
+)
+def test_tied_token_zero_passes_top_p(language: str) -> None:
+    """With a tiny top-p the first of tied tokens remains, and no other."""
+    arguments = CASES["rank, as the target"].arguments(seed=8)
+    arguments["logits"][7, :, [0, 5]] = 30
+    ids, weights = run(language, arguments)
+    np.testing.assert_array_equal(ids[7, :, 0], 0)
+    np.testing.assert_array_equal(weights[7, :, 0], 0)
+
+
 @each_language
 def test_sampling_results_independent_of_tile_config(language) -> None:
     mixed = CASES["choose, any rows"].arguments(seed=4)

@@ -260,6 +260,7 @@ def _limit(
         count, above, earlier = _tally(
             threshold, middle, known, bounds, source, memory, at_once, listed, sizes
         )
+        earlier = tl.where(middle > 0, earlier, 0)  # at limit 0 all ties are counted
         has_room = (count <= most - 1 - earlier) & (
             above + earlier.to(tl.float32) * border_weight < weight
         )
