@@ -12,7 +12,7 @@ from jax_impl.ops import scan
 from jax_impl.ops.attention import attention
 from jax_impl.ops.attention.attention import AttentionRows
 from jax_impl.ops.gemm.layers import ImageEmbeds
-from jax_impl.ops.sampling import lm_head, sampling, vocab_parallel
+from jax_impl.ops.sampling import candidate_lists, lm_head, sampling, vocab_parallel
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.sampling import RankedCandidates, Sampling, TokenCounts
 from jax_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
@@ -269,19 +269,22 @@ class Ranking(NamedTuple):
         shape = (len(self.lengths), S, self.width)
         return ranked.ids.reshape(shape), ranked.weights.reshape(shape)
 
-    def lists(
-        self,
-        logits: Float[jax.Array, "B P share"],
-        some: Int[jax.Array, "B P"],
-        level: Int[jax.Array, ""] | int,
-    ) -> tuple[
-        Int[jax.Array, "B P width"], Float[jax.Array, "B P width"], Int[jax.Array, "B P width"]
-    ]:
-        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
-        ranked = self.of_scores(logits, jnp.zeros((*some.shape, 0), jnp.int32), level)
-        is_same = ranked.ids[..., None] == some[:, None, None]
-        edges = jnp.where(is_same.any(axis=3), ranked.weights, -jnp.inf)
-        return ranked.ids, edges, is_same.argmax(axis=3).astype(jnp.int32)
+    def lists(self, logits: Float[jax.Array, "B S P P"], some: Int[jax.Array, "B S P"]) -> Lists:
+        """Ranks the slots' candidates after each of those before; see `tree_growth.RankLists`."""
+        B, S, P = some.shape
+        request, positions, seen = self._slots(S)
+        ids, edges = candidate_lists.rank(
+            logits.reshape(B * S, P, P),
+            some.reshape(B * S, P),
+            self.counts,
+            seen.slots,
+            positions,
+            self.sampling.rows(request),
+            min(self.width, P),
+        )
+        ids, edges = (x.reshape(B, S, P, -1) for x in (ids, edges))
+        is_same = ids[..., None] == some[:, :, None, None]
+        return ids, edges, is_same.argmax(axis=4).astype(jnp.int32)
 
     def _slots(self, S: int) -> tuple[Int[jax.Array, " BS"], Int[jax.Array, " BS"], TokenCounts]:
         """Returns request, position and token counts of S consecutive positions of each request."""

@@ -53,14 +53,22 @@ def pairs(
     projected: Float[jax.Array, "B rank"],
     ids: Int[jax.Array, "B k"],
 ) -> Float[jax.Array, "B P k"]:
-    """Scores candidate tokens given each previous token.
+    """Scores candidate tokens given each previous token."""
+    before = selector.before[previous] * projected[:, None]
+    return products(before, selector.after[ids])
+
+
+def products(
+    factors: Float[jax.Array, "B P rank"], rows: Float[jax.Array, "B k rank"], factor: float = 1.0
+) -> Float[jax.Array, "B P k"]:
+    """Multiplies the factors of each request with the rows of its candidates.
 
     One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
     reads its own scores.
     """
-    (B, k), P = ids.shape, previous.shape[1]
-    before = (selector.before[previous] * projected[:, None]).reshape(B * P, -1)
-    every = product_float32(before, Matrix.plain(selector.after[ids.reshape(-1)]))
+    (B, k, rank), P = rows.shape, factors.shape[1]
+    candidates = Matrix.plain(rows.reshape(B * k, rank))
+    every = product_float32(factors.reshape(B * P, rank), candidates, factor)
     return every.reshape(B, P, B, k)[jnp.arange(B), :, jnp.arange(B)]
 
 
@@ -123,21 +131,22 @@ def lists(
     P, slots = min(selector.config.candidates, MAX_LISTS), hidden[:, first : first + S]
     values, ids = rank.candidates(scored, P)
     projected = product(slots.reshape(B * S, -1), selector.hidden).reshape(B, S, -1)
-    nothing = jnp.full((B, P, rank.counts.shape[1]), NEVER, scored.dtype)
-    rows, before = jnp.arange(B)[:, None, None], jnp.arange(P)[:, None]
 
-    def body(previous: jax.Array, at: tuple) -> tuple[jax.Array, tuple]:
-        level, of_values, some, of_slot = at
-        own = of_values[:, None] + pairs(selector, previous, of_slot, some)
-        logits = nothing.at[rows, before, some[:, None]].set(own)
-        logits = vocab_parallel.part(logits, rank.vocabulary)
-        return some, rank.lists(logits, some, level)
+    def body(_: None, at: tuple) -> tuple[None, jax.Array]:
+        before, of_slot, some = at
+        return None, pairs(selector, before, of_slot, some)
 
-    levels = jnp.arange(S, dtype=jnp.int32)
-    by_level = (jnp.moveaxis(x, 1, 0) for x in (values, ids, projected))
-    begun = jnp.repeat(newest[:, None], P, axis=1)
-    _, (tokens, edges, places) = scan(body, begun, (levels, *by_level))
-    return jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(edges, 0, 1), jnp.moveaxis(places, 0, 1)
+    by_level = (jnp.moveaxis(x, 1, 0) for x in (tokens_before(newest, ids), projected, ids))
+    _, added = scan(body, None, tuple(by_level))
+    return rank.lists(values[:, :, None] + jnp.moveaxis(added, 0, 1), ids)
+
+
+def tokens_before(
+    newest: Int[jax.Array, " B"], ids: Int[jax.Array, "B S P"]
+) -> Int[jax.Array, "B S P"]:
+    """Returns the tokens that may precede each slot: the candidates of the slot before."""
+    root = jnp.broadcast_to(newest[:, None, None], ids[:, :1].shape)
+    return jnp.concatenate([root, ids[:, :-1]], axis=1)
 
 
 def selection(weights: BlockWeights) -> Callable[..., Any]:

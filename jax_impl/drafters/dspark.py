@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.drafters import Lists, Ranking
+from jax_impl.drafters import Lists, Ranking, dflash2
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, product_float32
 from jax_impl.ops.sampling import vocab_parallel
+from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.models.stacks import BIAS
-from shared.spec.dflash2 import NEVER
 from shared.spec.tree_growth import MAX_LISTS
 
 
@@ -31,7 +31,7 @@ class MarkovWeights(NamedTuple):
 
     config: MarkovConfig
     embed: Float[jax.Array, "vocab rank"]
-    lm_head: Matrix
+    lm_head: Float[jax.Array, "vocab rank"]
     mix: Matrix | None
     confidence: Matrix | None
 
@@ -48,7 +48,7 @@ class MarkovWeights(NamedTuple):
         return cls(
             config=markov,
             embed=arrays["markov.embed"],
-            lm_head=Matrix.plain(arrays["markov.lm_head"]),
+            lm_head=arrays["markov.lm_head"],
             mix=biased("markov.mix"),
             confidence=biased("confidence"),
         )
@@ -130,7 +130,7 @@ def chain(
         previous, state, drafts = carry
         level, of_slot, of_scores = at
         mixed = mix(markov, previous, of_slot, state)
-        logits = of_scores + product_float32(mixed.factors, markov.lm_head, factor)
+        logits = of_scores + product_float32(mixed.factors, Matrix.plain(markov.lm_head), factor)
         ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
         if is_weighed and markov.confidence is not None:
@@ -160,24 +160,35 @@ def lists(
     factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
     (B, S, _), first, P = scored.shape, block.first_slot, min(MAX_LISTS, vocab)
     state = jnp.zeros((B * P, markov.config.rank), hidden.dtype)
-    _, ids = rank.candidates(scored, P)
-    nothing, rows = jnp.zeros((B, vocab), scored.dtype), jnp.arange(B)[:, None]
+    values, ids = rank.candidates(scored, P)
+    some = ids if rank.columns is None else rank.columns[ids]
 
-    def body(previous: jax.Array, at: tuple) -> tuple[jax.Array, tuple]:
-        level, of_slot, of_scores, own = at
-        mixed = mix(markov, previous.reshape(-1), jnp.repeat(of_slot, P, axis=0), state)
-        added = product_float32(mixed.factors, markov.lm_head, factor).reshape(B, P, -1)
-        chosen = nothing.at[rows, own].set(1)
-        is_candidate = vocab_parallel.part(chosen, rank.vocabulary)[:, None] > 0
-        logits = jnp.where(is_candidate, of_scores[:, None] + added, NEVER)
-        some = own if rank.columns is None else rank.columns[own]
-        return some, rank.lists(logits, some, level)
+    def body(_: None, at: tuple) -> tuple[None, jax.Array]:
+        previous, of_slot, own = at
+        of_rows = jnp.repeat(of_slot, P, axis=0)
+        factors = mix(markov, previous.reshape(-1), of_rows, state).factors
+        return None, bias_at(markov, factors, own, rank.vocabulary, factor)
 
-    levels = jnp.arange(S, dtype=jnp.int32)
-    by_level = (jnp.moveaxis(x, 1, 0) for x in (hidden[:, first : first + S], scored, ids))
-    begun = jnp.repeat(newest[:, None], P, axis=1)
-    _, (tokens, edges, places) = scan(body, begun, (levels, *by_level))
-    return jnp.moveaxis(tokens, 0, 1), jnp.moveaxis(edges, 0, 1), jnp.moveaxis(places, 0, 1)
+    previous, slots = dflash2.tokens_before(newest, some), hidden[:, first : first + S]
+    _, added = scan(body, None, tuple(jnp.moveaxis(x, 1, 0) for x in (previous, slots, ids)))
+    return rank.lists(values[:, :, None] + jnp.moveaxis(added, 0, 1), some)
+
+
+def bias_at(
+    markov: MarkovWeights,
+    factors: Float[jax.Array, "BP rank"],
+    ids: Int[jax.Array, "B k"],
+    vocabulary: Vocabulary,
+    factor: float,
+) -> Float[jax.Array, "B P k"]:
+    """Computes the bias of some tokens of the head's vocabulary; each rank has those it owns."""
+    own, last = vocab_parallel.local(ids, vocabulary), len(markov.lm_head) - 1
+    rows = markov.lm_head[jnp.clip(own, 0, last)]
+    added = dflash2.products(factors.reshape(len(ids), -1, factors.shape[1]), rows, factor)
+    is_own = ((own >= 0) & (own <= last))[:, None]
+    added = jnp.where(is_own, added, -jnp.inf)
+    shape = added.shape
+    return vocab_parallel.owned(added.reshape(-1, shape[2]), vocabulary).reshape(shape)
 
 
 def selection(weights: BlockWeights) -> Callable[..., Any]:

@@ -22,7 +22,6 @@ from shared.models.parameters import parameters
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.reduction_order import ATTENTION, LATENT_ATTENTION
-from shared.spec.tree_growth import MAX_LISTS
 
 DRAFT_DISTRIBUTION_BYTES = 24
 """Bytes per logit if draft tokens are sampled: their noise and logits, both distributions, the
@@ -273,8 +272,6 @@ def _stream_bytes(program: Program, blueprint: BackendSpec) -> int:
 
 def _logit_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) -> int:
     rows = program.batch if program.tokens else rows_of(program)
-    if program.shape.block and program.shape.drafter.width > 1:
-        rows = max(rows, program.batch * MAX_LISTS)  # a row for each candidate of the slot before
     each = rows * costs.logit
     if blueprint.capacity.accept_rule != "exact" and not program.shape.is_plain:
         each += rows * DRAFT_DISTRIBUTION_BYTES

@@ -17,6 +17,7 @@ from shared.reference.images import ImageContext
 from shared.spec import (
     acceptance,
     attention,
+    candidate_lists,
     grammar_bitmask,
     gumbel_noise,
     logprobs,
@@ -31,7 +32,7 @@ from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from shared.spec.model import Forward
 from shared.spec.recurrent_state import RecurrentState
 from shared.spec.sampling import Sampling, TokenCounts
-from shared.spec.tree_growth import Tree
+from shared.spec.tree_growth import Lists, Tree
 
 
 @dataclass(frozen=True)
@@ -265,19 +266,22 @@ class PenaltyRanking:
         ids, edges = (np.concatenate(parts, axis=1) for parts in zip(*ranked, strict=True))
         return ids, edges
 
-    def lists(
-        self, logits: Float[np.ndarray, "B P vocab"], some: Int[np.ndarray, "B P"], level: int
-    ) -> tuple[
-        Int[np.ndarray, "B P width"], Float[np.ndarray, "B P width"], Int[np.ndarray, "B P width"]
-    ]:
-        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
-        no_path = np.zeros((logits.shape[0] * logits.shape[1], 0), np.int32)
-        slots = np.repeat(self.slots, logits.shape[1])
-        seen = TokenCounts(self.counts, slots, no_path, no_path.astype(bool))
-        ids, edges = self._ranked(logits, seen, level)
-        is_same = ids[..., None] == some[:, None, None]
-        edges = np.where(is_same.any(axis=3), edges, np.float32(-np.inf))
-        return ids, edges, is_same.argmax(axis=3).astype(np.int32)
+    def lists(self, logits: Float[np.ndarray, "B S P P"], some: Int[np.ndarray, "B S P"]) -> Lists:
+        """Ranks the slots' candidates after each of those before; see `tree_growth.RankLists`."""
+        B, S, P = some.shape
+        request, place = np.repeat(np.arange(B), S), np.tile(np.arange(1, S + 1), B)
+        ids, edges = candidate_lists.rank(
+            logits.reshape(B * S, P, P),
+            some.reshape(B * S, P),
+            self.counts,
+            self.slots[request],
+            self.lengths[request] + place,
+            self.sampling.rows(request),
+            min(self.width, P),
+        )
+        ids, edges = (x.reshape(B, S, P, -1) for x in (ids, edges))
+        is_same = ids[..., None] == some[:, :, None, None]
+        return ids, edges, is_same.argmax(axis=4).astype(np.int32)
 
     def _ranked(
         self, logits: Float[np.ndarray, "B k vocab"], seen: TokenCounts, level: int

@@ -15,7 +15,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import SelectorConfig
 from shared.spec import layers
 from shared.spec.eagle import HeadWeights
-from shared.spec.tree_growth import MAX_LISTS, Rank, RankLists
+from shared.spec.tree_growth import MAX_LISTS, Lists, Rank, RankLists
 
 NEVER = -1e30
 """Logit of a token that is not a candidate. Its probability is 0 next to any candidate, but the
@@ -92,27 +92,44 @@ def lists(
     hidden: Float[np.ndarray, "B size hidden"],
     scored: Float[np.ndarray, "B S vocab"],
     rank: RankLists,
-) -> tuple[Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"]]:
+) -> Lists:
     """Ranks the candidates of each slot after each candidate of the slot before, for a tree.
 
     A pair score depends on two tokens alone, so the best prefixes of this distribution are exact.
 
     Args:
       config, weights, newest, hidden, scored: See `chain`.
-      rank: Ranks the candidates of a slot.
+      rank: Ranks the candidates of all slots.
     """
     assert config.block is not None  # both are required for DFlash2
     selector = config.block.part(SelectorConfig)
     assert selector is not None
-    first, count = config.block.first_slot, min(selector.candidates, MAX_LISTS)
-    previous, ranked = np.repeat(newest[:, None], count, axis=1), []
+    first, P = config.block.first_slot, min(selector.candidates, MAX_LISTS)
+    values, ids = slot_candidates(scored, P)
+    previous = tokens_before(newest, ids)
+    logits = np.zeros((*ids.shape, P), scored.dtype)
     for level in range(scored.shape[1]):
-        values, ids = candidates(scored[:, level], count)
         projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
-        own = values[:, None] + pairs(weights, previous, projected, ids)
-        logits = np.full((*own.shape[:2], scored.shape[2]), NEVER, scored.dtype)
-        np.put_along_axis(logits, np.broadcast_to(ids[:, None], own.shape), own, axis=2)
-        ranked.append(rank(logits, ids, level))
-        previous = ids
-    tokens, edges, places = (np.stack([x[i] for x in ranked], axis=1) for i in range(3))
-    return tokens, edges, places
+        added = pairs(weights, previous[:, level], projected, ids[:, level])
+        logits[:, level] = values[:, level, None] + added
+    return rank(logits, ids)
+
+
+def slot_candidates(
+    scored: Float[np.ndarray, "B S vocab"], k: int
+) -> tuple[Float[np.ndarray, "B S k"], Int[np.ndarray, "B S k"]]:
+    """Returns the `candidates` of each slot of blocks."""
+    B, S, vocab = scored.shape
+    values, ids = candidates(scored.reshape(B * S, vocab), k)
+    return values.reshape(B, S, k), ids.reshape(B, S, k)
+
+
+def tokens_before(
+    newest: Int[np.ndarray, " B"], ids: Int[np.ndarray, "B S P"]
+) -> Int[np.ndarray, "B S P"]:
+    """Returns the tokens that may precede each slot: the candidates of the slot before.
+
+    The newest token precedes the first slot; it is repeated.
+    """
+    root = np.broadcast_to(newest[:, None, None], ids[:, :1].shape)
+    return np.concatenate([root, ids[:, :-1]], axis=1)

@@ -18,11 +18,11 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.spec import layers
-from shared.spec.dflash2 import NEVER, candidates
+from shared.spec.dflash2 import slot_candidates, tokens_before
 from shared.spec.eagle import HeadWeights
 from shared.spec.model import Hidden
 from shared.spec.sampling import over_tokens
-from shared.spec.tree_growth import MAX_LISTS, Rank, RankLists
+from shared.spec.tree_growth import MAX_LISTS, Lists, Rank, RankLists
 
 Rows = Float[np.ndarray, "B rank"]
 
@@ -79,6 +79,28 @@ def bias(config: DraftConfig, weights: HeadWeights, factors: Rows) -> Float[np.n
     scored = layers.linear(factors, weights["markov.lm_head"])
     scale = 1.0 if "lm_head" in weights else config.layer.logits_factor
     return over_tokens(np.float32(scale) * scored, weights.get("draft_ids"), config.layer.vocab)
+
+
+def bias_at(
+    config: DraftConfig,
+    weights: HeadWeights,
+    factors: Float[np.ndarray, "B P rank"],
+    ids: Int[np.ndarray, "B k"],
+) -> Float[np.ndarray, "B P k"]:
+    """Computes the bias of some tokens of each request; see `bias`.
+
+    Args:
+      config, weights: Config and weights of the head.
+      factors: See `Mixed`, for each token that may precede.
+      ids: Tokens of the draft vocabulary, as ids of the target.
+    """
+    rows = ids
+    if "draft_ids" in weights:
+        rows = np.zeros(config.layer.vocab, np.int32)
+        rows[weights["draft_ids"]] = np.arange(config.draft_vocab)
+        rows = rows[ids]
+    scale = 1.0 if "lm_head" in weights else config.layer.logits_factor
+    return np.float32(scale) * np.einsum("bpr,bkr->bpk", factors, weights["markov.lm_head"][rows])
 
 
 def confidence(
@@ -145,7 +167,7 @@ def lists(
     hidden: Float[np.ndarray, "B size hidden"],
     scored: Float[np.ndarray, "B S vocab"],
     rank: RankLists,
-) -> tuple[Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"]]:
+) -> Lists:
     """Ranks the candidates of each slot after each candidate of the slot before, for a tree.
 
     The candidates of a slot are the best tokens of its own logits; their logits have the bias of
@@ -154,24 +176,20 @@ def lists(
 
     Args:
       config, weights, newest, hidden, scored: See `chain`.
-      rank: Ranks the candidates of a slot.
+      rank: Ranks the candidates of all slots.
     """
-    (block, markov), (B, S, vocab) = _of(config), scored.shape
-    count = min(MAX_LISTS, config.draft_vocab)
-    state = np.zeros((B * count, markov.rank), hidden.dtype)
-    previous, ranked = np.repeat(newest[:, None], count, axis=1), []
+    (block, markov), (B, S, _) = _of(config), scored.shape
+    P = min(MAX_LISTS, config.draft_vocab)
+    state = np.zeros((B * P, markov.rank), hidden.dtype)
+    values, ids = slot_candidates(scored, P)
+    previous = tokens_before(newest, ids)
+    logits = np.zeros((*ids.shape, P), scored.dtype)
     for level in range(S):
-        _, ids = candidates(scored[:, level], count)
-        of_slot = np.repeat(hidden[:, block.first_slot + level], count, axis=0)
-        mixed = mix(markov, weights, previous.reshape(-1), of_slot, state)
-        added = bias(config, weights, mixed.factors).reshape(B, count, vocab)
-        is_candidate = np.zeros((B, 1, vocab), bool)
-        np.put_along_axis(is_candidate, ids[:, None], True, axis=2)
-        logits = np.where(is_candidate, scored[:, level, None] + added, np.float32(NEVER))
-        ranked.append(rank(logits, ids, level))
-        previous = ids
-    tokens, edges, places = (np.stack([x[i] for x in ranked], axis=1) for i in range(3))
-    return tokens, edges, places
+        of_slot = np.repeat(hidden[:, block.first_slot + level], P, axis=0)
+        mixed = mix(markov, weights, previous[:, level].reshape(-1), of_slot, state)
+        added = bias_at(config, weights, mixed.factors.reshape(B, P, -1), ids[:, level])
+        logits[:, level] = values[:, level, None] + added
+    return rank(logits, ids)
 
 
 def _of(config: DraftConfig) -> tuple[BlockConfig, MarkovConfig]:

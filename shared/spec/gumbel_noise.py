@@ -104,3 +104,16 @@ def gumbel(
     key = (seeds[:, None], positions.astype(np.uint32)[:, None])
     words = np.stack(threefry2x32(key, (counter, np.full_like(counter, stream))), axis=-1)
     return noise_of_words(words.reshape(len(seeds), -1)[:, :vocab])
+
+
+def gumbel_at(
+    seeds: UInt32[np.ndarray, " R"],
+    positions: Int[np.ndarray, " R"],
+    tokens: Int[np.ndarray, "R some"],
+    stream: int,
+) -> F32[np.ndarray, "R some"]:
+    """Returns the Gumbel noise of some token ids at one position of each row; see `gumbel`."""
+    counter = (tokens >> 1).astype(np.uint32)
+    key = (seeds[:, None], positions.astype(np.uint32)[:, None])
+    even, odd = threefry2x32(key, (counter, np.full_like(counter, stream)))
+    return noise_of_words(np.where(tokens % 2 == 0, even, odd))

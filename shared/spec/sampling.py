@@ -191,9 +191,16 @@ def processed(
     logits[too_short[:, None], by_row.stop_ids[too_short]] = -np.inf
     if allowed is not None:
         logits = np.where(allowed, logits, np.float32(-np.inf))
-    sampled = (by_row.temperature > 0)[:, None]
-    scaled = logits / np.where(sampled, by_row.temperature[:, None], np.float32(1))
-    keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p)
+    return filtered(logits, by_row)
+
+
+def filtered(
+    logits: Float[np.ndarray, "R vocab"], sampling: Sampling
+) -> Float[np.ndarray, "R vocab"]:
+    """Divides rows with a temperature above 0 by it and excludes tokens outside the filters."""
+    sampled = (sampling.temperature > 0)[:, None]
+    scaled = logits / np.where(sampled, sampling.temperature[:, None], np.float32(1))
+    keep = support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
     return np.where(keep | ~sampled, scaled, np.float32(-np.inf))
 
 

@@ -25,12 +25,12 @@ Rank = Callable[
 node (without the root). Outputs: the best tokens, best first, and the log weights of their edges.
 """
 
-RankLists = Callable[
-    [Float[np.ndarray, "B P vocab"], Int[np.ndarray, "B P"], int],
-    tuple[Int[np.ndarray, "B P K"], Float[np.ndarray, "B P K"], Int[np.ndarray, "B P K"]],
-]
-"""Ranks the candidates of a block's slot after each candidate of the slot before. Inputs: logits
-after each, the candidates, and the slot's level. Outputs: see `best_prefixes.grow`."""
+Lists = tuple[Int[np.ndarray, "B S P K"], Float[np.ndarray, "B S P K"], Int[np.ndarray, "B S P K"]]
+"""Candidates of the slots of a block: tokens, log weights and lists; see `best_prefixes.grow`."""
+
+RankLists = Callable[[Float[np.ndarray, "B S P P"], Int[np.ndarray, "B S P"]], Lists]
+"""Ranks the candidates of a block's slots after each candidate of the slot before. Inputs: logits
+of the candidates after each, and the candidates."""
 
 MAX_LISTS = 16
 """Maximum number of candidates of a slot in a tree, if they depend on the token before."""

@@ -1,4 +1,9 @@
-"""Choice of the drafts of a filled block: the golden tests' interface, and its implementations."""
+"""Choice of the drafts of a filled block: the golden tests' interface, and its implementations.
+
+`CHAINS` have the drafts of a chain, and `LISTS` the candidates of a tree.
+"""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +12,18 @@ import torch
 
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
+from jax_impl.drafters.dflash import RANKINGS as JAX_LISTS
 from jax_impl.drafters.dflash import SELECTIONS as JAX
 from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
 from shared.reference.drafters import CHAINS as SPEC
+from shared.reference.drafters import LISTS as SPEC_LISTS
 from shared.reference.rows import PenaltyRanking as SpecRanking
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import TARGET
 from torch_impl.drafters import Ranking as TorchRanking
+from torch_impl.drafters.dflash import RANKINGS as TORCH_LISTS
 from torch_impl.drafters.dflash import SELECTIONS as TORCH
 from torch_impl.ops.sampling.sampling import Sampling as TorchSampling
 
@@ -36,21 +44,26 @@ class SpecChain:
         self._head, self._how = block._head, how
 
     def __call__(self, newest, hidden, scored):
+        rank, own = self._rank([]), (self._head.config, self._head.weights, newest)
+        chain = SPEC[self._head.config.kind]
+        return *chain(*own, hidden, self._everywhere(scored), rank), rank.drafted
+
+    def _everywhere(self, scored):
         ids = self._head.weights.get("draft_ids")
         everywhere = np.full((*scored.shape[:2], TARGET_CONFIG.vocab), -np.inf, np.float32)
         everywhere[..., slice(None) if ids is None else ids] = scored
-        rank = SpecRanking(
+        return everywhere
+
+    def _rank(self, kept, width: int = 1) -> SpecRanking:
+        return SpecRanking(
             sampling=sampling_of(self._how),
             slots=ONE,
             lengths=ONE,
             counts=SEEN,
-            width=1,
-            columns=ids,
-            kept=[],
+            width=width,
+            columns=self._head.weights.get("draft_ids"),
+            kept=kept,
         )
-        own = (self._head.config, self._head.weights, newest)
-        chain = SPEC[self._head.config.kind]
-        return *chain(*own, hidden, everywhere, rank), rank.drafted
 
 
 class TorchChain:
@@ -112,4 +125,34 @@ class JaxChain:
         )
 
 
+class SpecLists(SpecChain):
+    """The specification's candidates, log weights and lists."""
+
+    def __call__(self, newest, hidden, scored, width):
+        config, weights, rank = self._head.config, self._head.weights, self._rank(None, width)
+        lists = SPEC_LISTS[config.kind]
+        return lists(config, weights, newest, hidden, self._everywhere(scored), rank.lists)
+
+
+class TorchLists(TorchChain):
+    """The same with torch."""
+
+    def __call__(self, newest, hidden, scored, width):
+        newest, hidden, scored = map(torch.from_numpy, (newest, hidden, scored))
+        lists = TORCH_LISTS[self._weights.config.kind](self._weights)
+        return lists(newest, hidden, scored, replace(self._rank(False), width=width))
+
+
+class JaxLists(JaxChain):
+    """The same with JAX."""
+
+    def __call__(self, newest, hidden, scored, width):
+        lists = JAX_LISTS[self._weights.config.kind](self._weights)
+        rank = self._rank(False)._replace(width=width)
+        return jax.jit(lambda newest, hidden, scored: lists(newest, hidden, scored, rank))(
+            newest, hidden, scored
+        )
+
+
 CHAINS = {"spec": SpecChain, "torch": TorchChain, "jax": JaxChain}
+LISTS = {"spec": SpecLists, "torch": TorchLists, "jax": JaxLists}

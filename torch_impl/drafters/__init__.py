@@ -16,7 +16,7 @@ from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import AttentionRows
 from torch_impl.ops.gemm.layers import ImageEmbeds
-from torch_impl.ops.sampling import lm_head, sampling, vocab_parallel
+from torch_impl.ops.sampling import candidate_lists, lm_head, sampling, vocab_parallel
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import RankedCandidates, Sampling, TokenCounts
 from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
@@ -262,14 +262,22 @@ class Ranking:
         shape = (len(self.lengths), S, self.width)
         return ranked.ids.view(shape), ranked.weights.view(shape)
 
-    def lists(
-        self, logits: Float[Tensor, "B P share"], some: Int[Tensor, "B P"], level: int
-    ) -> tuple[Int[Tensor, "B P width"], Float[Tensor, "B P width"], Int[Tensor, "B P width"]]:
-        """Ranks a slot's candidates after each of those before; see `tree_growth.RankLists`."""
-        ranked = self.of_scores(logits, some.new_zeros((*some.shape, 0)), level)
-        is_same = ranked.ids[..., None] == some[:, None, None]
-        edges = torch.where(is_same.any(dim=3), ranked.weights, -torch.inf)
-        return ranked.ids, edges, is_same.int().argmax(dim=3).int()
+    def lists(self, logits: Float[Tensor, "B S P P"], some: Int[Tensor, "B S P"]) -> Lists:
+        """Ranks the slots' candidates after each of those before; see `tree_growth.RankLists`."""
+        S, P = some.shape[1:]
+        request, positions, seen = self._slots(S)
+        ids, edges = candidate_lists.rank(
+            logits.flatten(0, 1),
+            some.flatten(0, 1),
+            self.counts,
+            seen.slots,
+            positions,
+            self.sampling.rows(request),
+            min(self.width, P),
+        )
+        ids, edges = ids.unflatten(0, (-1, S)), edges.unflatten(0, (-1, S))
+        is_same = ids[..., None] == some[:, :, None, None]
+        return ids, edges, is_same.int().argmax(dim=4).int()
 
     def _slots(self, S: int) -> tuple[Int[Tensor, " BS"], Int[Tensor, " BS"], TokenCounts]:
         """Returns request, position and token counts of S consecutive positions of each request."""

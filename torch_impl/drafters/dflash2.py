@@ -54,14 +54,21 @@ def pairs(
     projected: Float[Tensor, "B rank"],
     ids: Int[Tensor, "B k"],
 ) -> Float[Tensor, "B P k"]:
-    """Scores candidate tokens given each previous token.
+    """Scores candidate tokens given each previous token."""
+    before = selector.before[previous] * projected[:, None]
+    return products(before, selector.after[ids])
+
+
+def products(
+    factors: Float[Tensor, "B P rank"], rows: Float[Tensor, "B k rank"], factor: float = 1.0
+) -> Float[Tensor, "B P k"]:
+    """Multiplies the factors of each request with the rows of its candidates.
 
     One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
     reads its own scores.
     """
-    (B, k), P = ids.shape, previous.shape[1]
-    before = selector.before[previous] * projected[:, None]
-    every = product_float32(before.flatten(0, 1), Matrix.plain(selector.after[ids.flatten()]))
+    (B, k), P = rows.shape[:2], factors.shape[1]
+    every = product_float32(factors.flatten(0, 1), Matrix.plain(rows.flatten(0, 1)), factor)
     return every.view(B, P, B, k).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
@@ -117,16 +124,15 @@ def lists(
     P, slots = min(selector.config.candidates, MAX_LISTS), hidden[:, first : first + S]
     values, ids = rank.candidates(scored, P)
     projected = product(slots.flatten(0, 1), selector.hidden).unflatten(0, (B, S))
-    nothing = scored.new_full((B, P, rank.counts.shape[1]), NEVER)
-    previous, ranked = newest[:, None].expand(B, P), []
-    for level in range(S):
-        some = ids[:, level]
-        own = values[:, level, None] + pairs(selector, previous, projected[:, level], some)
-        logits = nothing.scatter(2, some[:, None].expand(B, P, P).long(), own)
-        ranked.append(rank.lists(vocab_parallel.part(logits, rank.vocabulary), some, level))
-        previous = some
-    tokens, edges, places = (torch.stack([x[i] for x in ranked], dim=1) for i in range(3))
-    return tokens, edges, places
+    before, levels = tokens_before(newest, ids), range(S)
+    added = [pairs(selector, before[:, i], projected[:, i], ids[:, i]) for i in levels]
+    return rank.lists(values[:, :, None] + torch.stack(added, dim=1), ids)
+
+
+def tokens_before(newest: Int[Tensor, " B"], ids: Int[Tensor, "B S P"]) -> Int[Tensor, "B S P"]:
+    """Returns the tokens that may precede each slot: the candidates of the slot before."""
+    root = newest[:, None, None].expand_as(ids[:, :1])
+    return torch.cat([root, ids[:, :-1]], dim=1)
 
 
 def selection(weights: BlockWeights) -> Callable[..., Any]:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.models.stacks import BIAS
-from shared.spec.dflash2 import NEVER
 from shared.spec.tree_growth import MAX_LISTS
-from torch_impl.drafters import Lists, Ranking
+from torch_impl.drafters import Lists, Ranking, dflash2
 from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.gemm.linear import Matrix, product_float32
 from torch_impl.ops.sampling import vocab_parallel
+from torch_impl.ops.sampling.vocab_parallel import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MarkovWeights:
 
     config: MarkovConfig
     embed: Float[Tensor, "vocab rank"]
-    lm_head: Matrix
+    lm_head: Float[Tensor, "vocab rank"]
     mix: Matrix | None
     confidence: Matrix | None
 
@@ -48,7 +48,7 @@ class MarkovWeights:
         return cls(
             config=markov,
             embed=arrays["markov.embed"],
-            lm_head=Matrix.plain(arrays["markov.lm_head"]),
+            lm_head=arrays["markov.lm_head"],
             mix=biased("markov.mix"),
             confidence=biased("confidence"),
         )
@@ -126,7 +126,7 @@ def chain(
     for level in range(S):
         of_slot = hidden[:, first + level]
         mixed = mix(markov, previous, of_slot, state)
-        bias = product_float32(mixed.factors, markov.lm_head, factor)
+        bias = product_float32(mixed.factors, Matrix.plain(markov.lm_head), factor)
         ranked = rank.of_scores((scored[:, level] + bias)[:, None], drafts[:, None], level)
         previous, edge, state = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0], mixed.state
         if is_weighed and markov.confidence is not None:
@@ -152,21 +152,30 @@ def lists(
     factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
     (B, S, _), first, P = scored.shape, block.first_slot, min(MAX_LISTS, vocab)
     state = hidden.new_zeros(B * P, markov.config.rank)
-    _, ids = rank.candidates(scored, P)
-    previous, ranked = newest[:, None].expand(B, P), []
-    nothing = scored.new_zeros(B, vocab)
+    values, ids = rank.candidates(scored, P)
+    some, added = ids if rank.columns is None else rank.columns[ids], []
+    previous = dflash2.tokens_before(newest, some)
     for level in range(S):
         of_slot = hidden[:, first + level].repeat_interleave(P, dim=0)
-        mixed = mix(markov, previous.flatten(), of_slot, state)
-        added = product_float32(mixed.factors, markov.lm_head, factor).unflatten(0, (B, P))
-        chosen = nothing.scatter(1, ids[:, level].long(), 1.0)
-        is_candidate = vocab_parallel.part(chosen, rank.vocabulary)[:, None] > 0
-        logits = torch.where(is_candidate, scored[:, level, None] + added, NEVER)
-        some = ids[:, level] if rank.columns is None else rank.columns[ids[:, level]]
-        ranked.append(rank.lists(logits, some, level))
-        previous = some
-    tokens, edges, places = (torch.stack([x[i] for x in ranked], dim=1) for i in range(3))
-    return tokens, edges, places
+        factors = mix(markov, previous[:, level].flatten(), of_slot, state).factors
+        added.append(bias_at(markov, factors, ids[:, level], rank.vocabulary, factor))
+    return rank.lists(values[:, :, None] + torch.stack(added, dim=1), some)
+
+
+def bias_at(
+    markov: MarkovWeights,
+    factors: Float[Tensor, "BP rank"],
+    ids: Int[Tensor, "B k"],
+    vocabulary: Vocabulary,
+    factor: float,
+) -> Float[Tensor, "B P k"]:
+    """Computes the bias of some tokens of the head's vocabulary; each rank has those it owns."""
+    own, last = vocab_parallel.local(ids, vocabulary), len(markov.lm_head) - 1
+    rows = markov.lm_head[own.clamp(0, last)]
+    added = dflash2.products(factors.unflatten(0, (len(ids), -1)), rows, factor)
+    is_own = ((own >= 0) & (own <= last))[:, None]
+    added = added.masked_fill(~is_own, -torch.inf)
+    return vocab_parallel.owned(added.flatten(0, 1), vocabulary).view(added.shape)
 
 
 def selection(weights: BlockWeights) -> Callable[..., Any]:

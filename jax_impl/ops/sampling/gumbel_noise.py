@@ -68,3 +68,16 @@ def gumbel(
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
     words = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))
     return noise_of_words(jnp.stack(words, axis=-1).reshape(len(seeds), -1)[:, :vocab])
+
+
+def gumbel_at(
+    seeds: UInt32[jax.Array, " R"],
+    positions: Int[jax.Array, " R"],
+    tokens: Int[jax.Array, "R some"],
+    stream: Stream,
+) -> Float[jax.Array, "R some"]:
+    """Returns the Gumbel noise of some token ids at one position of each row."""
+    counter = (tokens >> 1).astype(jnp.uint32)
+    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
+    even, odd = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))
+    return noise_of_words(jnp.where(tokens % 2 == 0, even, odd))

@@ -135,7 +135,7 @@ def processed(
     With TP, tokens of other ranks are excluded.
     """
     logits = _edited(logits, seen, positions, sampling, request, allowed)
-    return _supported(logits, sampling, request, vocabulary)
+    return supported(logits, sampling, request, vocabulary)
 
 
 def _edited(
@@ -159,7 +159,7 @@ def _edited(
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
-def _supported(
+def supported(
     logits: Float[jax.Array, "R size"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
@@ -371,7 +371,7 @@ def plain_rank(
     tokens = over_tokens(spread(logits.reshape(B * k, share), vocabulary), columns, vocab)
     edited = _edited(tokens, seen, positions[request], sampling, request, None)
     edited = edited if columns is None else edited[:, columns]
-    scores = _supported(edited, sampling, request, vocabulary)
+    scores = supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).reshape(B, k, vocab)
     noisy = add_shared_gumbel_noise(by_node, sampling, keys, stream).reshape(B * k, vocab)
     noisy = noisy if columns is None else noisy[:, columns]

@@ -55,6 +55,11 @@ def first_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
     return all_gather.number(vocabulary.group) * vocabulary.share
 
 
+def local(ids: Int[jax.Array, "..."], vocabulary: Vocabulary) -> Int[jax.Array, "..."]:
+    """Returns the index of tokens in this rank's shard; out of range for tokens of other ranks."""
+    return ids if vocabulary.group.is_single else ids - first_of(vocabulary)
+
+
 def num_tokens_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
     """Returns the number of tokens in this rank's shard, without padding."""
     return jnp.clip(vocabulary.size - first_of(vocabulary), 0, vocabulary.share)
@@ -155,11 +160,18 @@ def any_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[j
 def at(
     scores: Float[jax.Array, "R size"], ids: Int[jax.Array, "R some"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, "R some"]:
-    """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
-    own, group = jnp.take_along_axis(scores, ids, axis=1), vocabulary.group
+    """Returns the logits of given tokens, from rows expanded by `spread`."""
+    return owned(jnp.take_along_axis(scores, ids, axis=1), vocabulary)
+
+
+def owned(
+    own: Float[jax.Array, "R some"], vocabulary: Vocabulary = ALL
+) -> Float[jax.Array, "R some"]:
+    """Returns the maximum over ranks, which is the owner's: the others have minus infinity."""
+    group = vocabulary.group
     if group.is_single:
         return own
-    return all_gather.all_gather(group, own).reshape(len(ids), group.count, -1).max(axis=1)
+    return all_gather.all_gather(group, own).reshape(len(own), group.count, -1).max(axis=1)
 
 
 def added(

@@ -81,6 +81,7 @@ class SamplingSizes(NamedTuple):
 
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
+      columns_by_request: Each request has its own columns.
       has_partials: The LM head stored block partials, so rows with a temperature are searched like
         rows with a filter.
     """
@@ -97,6 +98,7 @@ class SamplingSizes(NamedTuple):
     ranks: int
     share: int
     has_partials: bool = False
+    columns_by_request: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -119,7 +121,7 @@ def inputs_of(
     sampling: Any,
     request: Int[jax.Array, " named"],
     allowed: Bool[jax.Array, "R vocab"] | None,
-    columns: Int[jax.Array, " vocab"] | None,
+    columns: Int[jax.Array, "*B vocab"] | None,
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
     part: VocabShard | None,
@@ -138,7 +140,7 @@ def inputs_of(
         path=seen.path if has_path else seen.slots,
         on_path=seen.on_path.astype(jnp.int32) if has_path else seen.slots,
         mask=logits if allowed is None else allowed.astype(jnp.int8),
-        columns=seen.slots if columns is None else columns,
+        columns=seen.slots if columns is None else columns.reshape(-1, columns.shape[-1]),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -181,6 +183,7 @@ def sizes_of(
         ranks=ranks,
         share=share,
         has_partials=has_partials,
+        columns_by_request=columns is not None and columns.ndim > 1,
     )
 
 
@@ -229,19 +232,25 @@ def candidate_mask(ids, inputs, params, sizes):
     return inside
 
 
-def tokens_of(ids, inputs, sizes):
+def columns_at(ids, row, inputs, sizes):
+    """Returns the reference to a row's columns, which all rows share or each request has."""
+    request = lax.div(row, sizes.nodes) if sizes.columns_by_request else jnp.int32(0)
+    return inputs.columns.at[request, ids]
+
+
+def tokens_of(ids, row, inputs, sizes):
     """Maps ids of a draft vocabulary to the target's tokens."""
     if not sizes.has_columns:
         return ids
-    return pltriton.load(inputs.columns.at[ids], mask=ids < sizes.vocab, other=0)
+    return pltriton.load(columns_at(ids, row, inputs, sizes), mask=ids < sizes.vocab, other=0)
 
 
-def words_at(noise, pairs, ids, inputs, sizes):
+def words_at(noise, pairs, ids, row, inputs, sizes):
     """Returns the RNG words of ids; a pair of ids shares one counter."""
     stream = inputs.stream[0]
     if not sizes.has_columns:
         return words_of(*noise, stream, pairs)
-    tokens = tokens_of(ids, inputs, sizes)
+    tokens = tokens_of(ids, row, inputs, sizes)
     counter = (tokens >> 1).astype(jnp.uint32)
     even, odd = threefry(*noise, counter, jnp.zeros_like(counter) + stream)
     return jnp.where((tokens & 1) == 0, even, odd)
@@ -267,7 +276,7 @@ def scores_of(ids, inputs, row, params, sizes):
         # Token counts and biases are loaded only for rows that use them.
         asks = params.has_penalty | params.below_min_length | (params.biases > 0)
         limit = asks.astype(jnp.int32) * sizes.vocab
-        tokens = pltriton.load(inputs.columns.at[ids], mask=ids < limit, other=0)
+        tokens = pltriton.load(columns_at(ids, row, inputs, sizes), mask=ids < limit, other=0)
     x = lax.cond(
         params.has_penalty,
         lambda: _penalized(raw, tokens, inside, inputs, row, params, sizes),

@@ -112,7 +112,7 @@ def rank(
     stream: int | Int[jax.Array, ""],
     width: int,
     is_sampled: bool,
-    columns: Int[jax.Array, " vocab"] | None,
+    columns: Int[jax.Array, "*B vocab"] | None,
     *,
     tau: float,
     tiles: SamplingTiles,
@@ -127,7 +127,7 @@ def rank(
 
     Args:
       logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: Same as in the
-        specification.
+        specification. Columns may differ by request, as in `shared.spec.candidate_lists`.
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
       leaves: Block partials of the LM head, for rows that may lack logits. They are computed for
@@ -221,7 +221,7 @@ def _ranked(
     stream: int | Int[jax.Array, ""],
     width: int,
     is_scored: bool,
-    columns: Int[jax.Array, " vocab"] | None,
+    columns: Int[jax.Array, "*B vocab"] | None,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,

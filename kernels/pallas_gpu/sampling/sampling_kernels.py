@@ -125,7 +125,7 @@ def _process_own_tile(
 
     @pl.when(~params.is_filtered)
     def _():
-        named = (pairs, ids, inputs, sizes)
+        named = (pairs, ids, row, inputs, sizes)
         noisy = lax.cond(
             params.temperature > 0,
             lambda: x + noise_of_words(words_at(params.noise, *named)),

@@ -61,7 +61,9 @@ class TopK(NamedTuple):
 def store_scores(scores_ref, x, ids, inputs, row, sizes):
     """Stores processed logits at the ids of the target's tokens."""
     inside, outside = ids < sizes.vocab, sizes.target_vocab
-    at = jnp.where(inside, tokens_of(ids, inputs, sizes), outside)  # outside, for the interpreter
+    at = jnp.where(
+        inside, tokens_of(ids, row, inputs, sizes), outside
+    )  # outside, for the interpreter
     pltriton.store(scores_ref.at[row, at], x, mask=inside)
 
 
@@ -158,7 +160,7 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
         x = jnp.where(passes, x, -jnp.inf)
         if partials.scores is not None:
             store_scores(partials.scores, x, ids, source.inputs, row, sizes)
-        words = words_at(source.params.noise, pairs, ids, source.inputs, sizes)
+        words = words_at(source.params.noise, pairs, ids, row, source.inputs, sizes)
 
         def noisy():
             return jnp.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
@@ -218,7 +220,7 @@ def store_token(best, row, rank, key, winner, highest, norm, sharpness, inputs, 
         best.left[row, rank] = key
         best.left[row, best.left.shape[1] // 2 + rank] = winner
         return
-    best.ids[row, rank] = tokens_of(jnp.minimum(winner, sizes.vocab - 1), inputs, sizes)
+    best.ids[row, rank] = tokens_of(jnp.minimum(winner, sizes.vocab - 1), row, inputs, sizes)
     if tau is not None:
         best.weights[row, rank] = (score_of(key) - highest) * sharpness - norm
 

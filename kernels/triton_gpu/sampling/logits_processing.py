@@ -79,6 +79,7 @@ class SamplingSizes(NamedTuple):
 
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
+      columns_by_request: Each request has its own columns.
       has_partials: The LM head stored block partials, so rows with a temperature are searched like
         rows with a filter.
     """
@@ -95,6 +96,7 @@ class SamplingSizes(NamedTuple):
     ranks: int
     share: int
     has_partials: bool = False
+    columns_by_request: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -117,7 +119,7 @@ def inputs_of(
     sampling: Any,
     request: Int[Tensor, " named"],
     allowed: Bool[Tensor, "R vocab"] | None,
-    columns: Int[Tensor, " vocab"] | None,
+    columns: Int[Tensor, "*B vocab"] | None,
     keys: Int[Tensor, " named"],
     stream: int,
     part: VocabShard | None,
@@ -181,6 +183,7 @@ def sizes_of(
         ranks=ranks,
         share=share,
         has_partials=has_partials,
+        columns_by_request=columns is not None and columns.ndim > 1,
     )
 
 
@@ -241,20 +244,29 @@ def candidate_mask(ids, inputs, params, sizes: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(ids, inputs, sizes: tl.constexpr):
+def columns_of(row, inputs, sizes: tl.constexpr):
+    """Returns the columns of a row, which all rows share or each request has."""
+    columns = inputs.columns
+    if sizes.columns_by_request:
+        columns += row // sizes.nodes * sizes.vocab
+    return columns
+
+
+@triton.jit
+def tokens_of(ids, row, inputs, sizes: tl.constexpr):
     """Maps ids of a draft vocabulary to the target's tokens."""
     tokens = ids
     if sizes.has_columns:
-        tokens = tl.load(inputs.columns + ids, mask=ids < sizes.vocab, other=0)
+        tokens = tl.load(columns_of(row, inputs, sizes) + ids, mask=ids < sizes.vocab, other=0)
     return tokens
 
 
 @triton.jit
-def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
+def words_at(noise, pairs, ids, row, inputs, sizes: tl.constexpr):
     """Returns the RNG words of ids; a pair of ids shares one counter."""
     seed, position = noise
     if sizes.has_columns:
-        tokens = tokens_of(ids, inputs, sizes)
+        tokens = tokens_of(ids, row, inputs, sizes)
         counter = (tokens >> 1).to(tl.uint32)
         even, odd = threefry(seed, position, counter, counter * 0 + inputs.stream)
         words = tl.where((tokens & 1) == 0, even, odd)
@@ -282,7 +294,7 @@ def scores_of(ids, inputs, row, params, sizes: tl.constexpr):
         limit = tl.where(
             params.has_penalty | params.below_min_length | (params.biases > 0), sizes.vocab, 0
         )
-        tokens = tl.load(inputs.columns + ids, mask=ids < limit, other=0)
+        tokens = tl.load(columns_of(row, inputs, sizes) + ids, mask=ids < limit, other=0)
     if params.has_penalty:
         seen = tl.load(
             inputs.counts + params.slot * sizes.target_vocab + tokens, mask=inside, other=0

@@ -103,7 +103,7 @@ def rank(
     stream: int,
     width: int,
     is_sampled: bool,
-    columns: Int[Tensor, " vocab"] | None,
+    columns: Int[Tensor, "*B vocab"] | None,
     *,
     tau: float,
     tiles: SamplingTiles,
@@ -115,7 +115,7 @@ def rank(
 
     Args:
       logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: Same as in the
-        specification.
+        specification. Columns may differ by request, as in `shared.spec.candidate_lists`.
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
       leaves: Block partials of the LM head, for rows that may lack logits. They are computed for
@@ -204,7 +204,7 @@ def _ranked(
     stream: int,
     width: int,
     is_scored: bool,
-    columns: Int[Tensor, " vocab"] | None,
+    columns: Int[Tensor, "*B vocab"] | None,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,

@@ -134,9 +134,9 @@ def _process_own_tile(
         store_groups(*places, x, keys, 1.0)
     else:
         if is_scored:
-            store_scores(partials, x, ids, inputs, sizes)
+            store_scores(partials, x, ids, row, inputs, sizes)
         if params.temperature > 0:
-            x = x + noise_of_words(words_at(params.noise, pairs, ids, inputs, sizes))
+            x = x + noise_of_words(words_at(params.noise, pairs, ids, row, inputs, sizes))
         keys = tl.where(candidate_mask(ids, inputs, params, sizes), key_of(x), LOWEST)
         if tau is not None:
             store_groups(*places, x, keys, sharpness_of(params.temperature, tau))

@@ -91,9 +91,9 @@ def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
 
 
 @triton.jit
-def store_scores(partials, x, ids, inputs, sizes: tl.constexpr):
+def store_scores(partials, x, ids, row, inputs, sizes: tl.constexpr):
     """Stores processed logits of a row at the ids of the target's tokens."""
-    tl.store(partials.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
+    tl.store(partials.scores + tokens_of(ids, row, inputs, sizes), x, mask=ids < sizes.vocab)
 
 
 @triton.jit
@@ -146,14 +146,14 @@ def choose_in_tile(
         if support.smallest > 0:
             passes &= weight_of(x, highest, 1.0) >= support.smallest
         x = tl.where(passes, x, -float("inf"))
-        words = words_at(source.params.noise, pairs, ids, inputs, sizes)
+        words = words_at(source.params.noise, pairs, ids, source.row, inputs, sizes)
         may_win = tau is not None
         if tau is None:
             may_win = tl.max(x + max_noise(words)) >= score_of(best)
         if may_win:
             keys = tl.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
     if is_scored:
-        store_scores(partials, x, ids, inputs, sizes)
+        store_scores(partials, x, ids, source.row, inputs, sizes)
     if tau is not None:
         tl.debug_barrier()  # all threads have read the keys of the groups
         places = partials.peaks + group, partials.masses + group, inside
@@ -220,7 +220,7 @@ def store_token(
         tl.store(at + width, winner)
     else:
         at = row * width + rank
-        tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
+        tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), row, inputs, sizes))
         if tau is not None:
             tl.store(best.weights + at, (score_of(key) - highest) * sharpness - norm)
 

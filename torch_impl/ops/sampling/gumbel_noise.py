@@ -68,3 +68,16 @@ def gumbel(
     key = (seeds[:, None], positions[:, None])
     words = threefry2x32(key, (counter, torch.full_like(counter, stream)))
     return noise_of_words(torch.stack(words, dim=-1).flatten(1)[:, :vocab].contiguous())
+
+
+def gumbel_at(
+    seeds: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+    tokens: Int[Tensor, "R some"],
+    stream: int,
+) -> Float[Tensor, "R some"]:
+    """Same as `gumbel`, for some token ids of each row."""
+    counter = tokens >> 1
+    key = (seeds[:, None], positions[:, None])
+    even, odd = threefry2x32(key, (counter, torch.full_like(counter, stream)))
+    return noise_of_words(torch.where(tokens % 2 == 0, even, odd))

@@ -132,7 +132,7 @@ def processed(
 ) -> Float[Tensor, "R vocab"]:
     """Applies all logits processing except the noise; with TP, tokens of other ranks are -inf."""
     logits = _edited(logits, seen, positions, sampling, request, allowed)
-    return _supported(logits, sampling, request, vocabulary)
+    return supported(logits, sampling, request, vocabulary)
 
 
 def _edited(
@@ -163,7 +163,7 @@ def _without_stops(
     return logits.masked_fill(is_stop, -torch.inf)
 
 
-def _supported(
+def supported(
     logits: Float[Tensor, "R vocab"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
@@ -367,7 +367,7 @@ def plain_rank(
     tokens = over_tokens(spread(logits.flatten(0, 1), vocabulary), columns, vocab)
     edited = _edited(tokens, seen, positions[request], sampling, request, None)
     edited = edited if columns is None else edited[:, columns]
-    scores = _supported(edited, sampling, request, vocabulary)
+    scores = supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).unflatten(0, (B, k))
     noisy = add_shared_gumbel_noise(by_node, sampling, keys, stream).flatten(0, 1)
     noisy = noisy if columns is None else noisy[:, columns]

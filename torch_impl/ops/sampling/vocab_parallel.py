@@ -43,6 +43,11 @@ def first_of(vocabulary: Vocabulary) -> int:
     return vocabulary.group.rank * vocabulary.share
 
 
+def local(ids: Int[Tensor, "..."], vocabulary: Vocabulary) -> Int[Tensor, "..."]:
+    """Returns the index of tokens in this rank's shard; out of range for tokens of other ranks."""
+    return ids if vocabulary.group.is_single else ids - first_of(vocabulary)
+
+
 def num_tokens_of(vocabulary: Vocabulary) -> int:
     """Returns the number of tokens in this rank's shard, without padding."""
     first, end = vocab_section(vocabulary.size).run(vocabulary.group.rank, vocabulary.group.count)
@@ -140,8 +145,13 @@ def any_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tens
 def at(
     scores: Float[Tensor, "R size"], ids: Int[Tensor, "R some"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "R some"]:
-    """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
-    own, group = scores.gather(1, ids.long()), vocabulary.group
+    """Returns the logits of given tokens, from rows expanded by `spread`."""
+    return owned(scores.gather(1, ids.long()), vocabulary)
+
+
+def owned(own: Float[Tensor, "R some"], vocabulary: Vocabulary = ALL) -> Float[Tensor, "R some"]:
+    """Returns the maximum over ranks, which is the owner's: the others have minus infinity."""
+    group = vocabulary.group
     if group.is_single:
         return own
     return all_gather.all_gather(group, own).unflatten(1, (group.count, -1)).amax(dim=1)
