@@ -192,9 +192,9 @@ def _experts_size_fault(
             continue
         if experts.output_factor != 1:
             return f"experts without a residual multiplier, got {experts.output_factor:g}"
-        if experts.shared_intermediate and not experts.shares_stacks:
+        if experts.shared_is_gated and not experts.shares_stacks:
             own, all_of = experts.shared_intermediate, experts.intermediate
-            return f"shared experts of the same width as the others ({all_of}), got {own}"
+            return f"gated shared experts of the same width as the others ({all_of}), got {own}"
         if experts.latent:
             return f"experts without a latent, got moe_latent_size {experts.latent}"
         for size in (model.hidden, experts.intermediate):

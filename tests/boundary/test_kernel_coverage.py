@@ -200,7 +200,7 @@ def test_float32_experts_counted_on_gpu(platform):
         ),
         (
             {"shared_intermediate": 24},
-            "shared experts of the same width as the others .32., got 24",
+            "gated shared experts of the same width as the others .32., got 24",
         ),
     ],
 )

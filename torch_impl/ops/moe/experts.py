@@ -210,6 +210,24 @@ def kernel_added_experts(
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
+    first, last = weights.shared_gate_up, weights.shared_down
+    if first is None or last is None:
+        return _routed(kernels, stream, eps, config, weights, norm)
+    # A shared expert of another width is a dense MLP, which adds to the rounded sum of the others.
+    stream = linear.completed(kernels, stream)
+    inner = linear.kernel_act_and_mul_linear(kernels, stream, eps, first, config.activation)
+    stream = _routed(kernels, stream, eps, config, weights, norm)
+    return linear.kernel_linear_add(kernels, inner, last, stream, norm=norm)
+
+
+def _routed(
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float,
+    config: MoEConfig,
+    weights: Experts,
+    norm: Float[Tensor, " hidden"] | None,
+) -> NormedStream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own.contiguous()
     if stream.arrivals is None:  # a partial pass
