@@ -31,9 +31,13 @@ SMALLER_DELTA: dict[str, Any] = {
 
 def small_config(family: str, **fields: Any) -> dict[str, Any]:
     """The contents of a small model's config.json; `fields` are put into it."""
-    delta = SMALLER_DELTA if family.startswith("qwen3_5") else {}
     config = tiny_config(family, nested=False, with_mtp=False, tied=False)
-    return {**config, **SMALLER, **delta, **fields}
+    own: dict[str, Any] = SMALLER_DELTA if family.startswith("qwen3_5") else {}
+    if "layer_types" in config and not own:
+        own = {"layer_types": config["layer_types"][-SMALLER["num_hidden_layers"] :]}
+    if "num_kv_shared_layers" in config:
+        own = own | {"num_kv_shared_layers": 0}
+    return {**config, **SMALLER, **own, **fields}
 
 
 def small_model(
