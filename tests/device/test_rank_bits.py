@@ -224,6 +224,12 @@ def test_tp_jax_devices_decode_bitwise_equal(family, drafter):
     check_ranks(family, drafter, "2,4", "plain,chain")
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("drafter", ["DFLASH2", "DSPARK"])
+def test_tp_jax_devices_block_trees_bitwise_equal(drafter: str) -> None:
+    check_ranks("qwen3", drafter, "2", "tree")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs; GPUs are as many as there are")
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "backend"), list(product(MODELS, BACKENDS)))

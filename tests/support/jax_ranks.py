@@ -1,9 +1,9 @@
 """`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: JAX ranks equal one rank.
 
 Its devices are virtual CPU devices. XLA needs their number at startup, so this is a process of its
-own. COUNTS are numbers of ranks and WORKS some of `prefill`, `transfer`, `plain` and `chain`,
-separated by commas. The ranks of the first count start once more, and load their programs from the
-cache.
+own. COUNTS are numbers of ranks and WORKS some of `prefill`, `transfer`, `plain`, `chain` and
+`tree` (over a block), separated by commas. The ranks of the first count start once more, and load
+their programs from the cache.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +32,7 @@ from tests.support.contract_host import (
     contract_capacity,
     prompt,
 )
+from tests.support.random_requests import FEW_BLOCK_TREE
 from tests.support.random_serving import divided_drafter_of, target_of
 from tests.support.ranks import SideBySide
 
@@ -45,7 +47,13 @@ def main(argv: Sequence[str]) -> None:
     config, weights = target_of(family, drafter)
     given: Drafter = divided_drafter_of(family, drafter)
     drafts, own = drafts_of(given, config)
-    made = (config, weights, contract_capacity(config, drafts), drafts, own)
+    capacity = contract_capacity(config, drafts)
+    if "tree" in works:
+        chain = next(p for p in capacity.programs if p.shape == CHAIN)
+        capacity = replace(
+            capacity, programs=(*capacity.programs, replace(chain, shape=FEW_BLOCK_TREE))
+        )
+    made = (config, weights, capacity, drafts, own)
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
 
     folder = TemporaryDirectory()
@@ -57,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
     numbers = [int(count) for count in counts.split(",")]
     several = [ranks(count) for count in (*numbers, numbers[0])]
     backend = PreparedOnUse(SideBySide(ranks(1), several, folder.cleanup))
-    host, shapes = Host(backend, {}), {"plain": PLAIN, "chain": CHAIN}
+    host, shapes = Host(backend, {}), {"plain": PLAIN, "chain": CHAIN, "tree": FEW_BLOCK_TREE}
     for sampling in (GREEDY, SAMPLED):
         for work in works.split(","):
             request = host.request(prompt(1, 20), **sampling)
