@@ -33,7 +33,7 @@ def close_logits(folder, got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if folder in SMALL_LOGITS else 1e-4)
 
 
-WITHIN_OTHERS = ("minimax_m2", "mistral", "olmo2", "phi3", "qwen2", "qwen3_next")
+WITHIN_OTHERS = ("minimax_m2", "mistral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen3_next")
 """Families of which another one has all switches and more, so that JAX has them in the matrix."""
 
 
