@@ -62,6 +62,8 @@ def init_of(parameter: Parameter) -> InitSpec:
         return InitSpec.around(-0.75, 2.0)
     if leaf == "dt_bias":
         return InitSpec.around(-1.0, 2.0)
+    if leaf == "skip":
+        return InitSpec.around(1.0, 0.125)
     if leaf == "score_bias":
         return InitSpec.around(0.0, 2.0**-5)  # much smaller than differences of scores
     if leaf in ("layer_scalar", "expert_scale"):

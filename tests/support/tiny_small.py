@@ -27,6 +27,13 @@ SMALLER_DELTA: dict[str, Any] = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 3,
 }
+SMALLER_MAMBA2: dict[str, dict[str, Any]] = {
+    "bamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "granitemoehybrid": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
 
 
 def small_config(family: str, **fields: Any) -> dict[str, Any]:
@@ -37,7 +44,7 @@ def small_config(family: str, **fields: Any) -> dict[str, Any]:
         own = {"layer_types": config["layer_types"][-SMALLER["num_hidden_layers"] :]}
     if "num_kv_shared_layers" in config:
         own = own | {"num_kv_shared_layers": 0}
-    return {**config, **SMALLER, **own, **fields}
+    return {**config, **SMALLER, **own, **SMALLER_MAMBA2.get(family, {}), **fields}
 
 
 def small_model(
