@@ -13,7 +13,7 @@ from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.per_layer import PerLayerInput
 from jax_impl.ops.moe.experts import Experts, ParallelMLP
-from shared.models.groups import places
+from shared.models.groups import LayerPlace, places
 from shared.models.layers import LayerConfig
 from shared.models.stacks import BIAS
 
@@ -37,9 +37,15 @@ def layers_of(
         def norm(name: str, i: int = i) -> Norm | None:
             return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)
 
+        def parallel(at: LayerPlace) -> Recurrent | None:
+            if at.parallel is None:
+                return None
+            return _recurrent(stacks, f"{prefix}{at.parallel}.", at.parallel_index, in_stacks)
+
         layer = Layer(
             input_norm=norm("input_norm"),
             mixer=mixers[x.mixer.kind](stacks, f"{prefix}{at.mixer}.", at.mixer_index, in_stacks),
+            parallel=parallel(at),
             post_norm=norm("post_attention_norm"),
             feed=feeds[x.mlp.kind](stacks, f"{prefix}{at.mlp}.", at.mlp_index, in_stacks),
             mixer_end_norm=norm("mixer_end_norm"),

@@ -19,7 +19,7 @@ from jax_impl.ops.moe.experts import Experts, added_experts
 from jax_impl.ops.moe.parallel_experts import added_parallel_experts
 from jax_impl.ops.recurrent import recurrent_layer
 from jax_impl.ops.recurrent.recurrent_layer import TreeNodes
-from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output
+from jax_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output, scaled_inputs
 from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
@@ -147,9 +147,23 @@ def attention(
             None,
         )
     kv = kv._replace(bounds=context.kv.bounds)
-    return attention_layer.attention_layer(
+    out, kv = attention_layer.attention_layer(
         qkv, heads, norms, context.rope, context.rows, kv, place, weights.sinks
     )
+    if mixer.out_factor != 1:
+        out = (out.astype(jnp.float32) * mixer.out_factor).astype(out.dtype)
+    return out, kv
+
+
+def with_parallel(
+    config: ModelConfig,
+    weights: Recurrent,
+    mixed: Float[jax.Array, "R values"],
+    stream: NormedStream,
+) -> NormedStream:
+    """Adds the output projection of a parallel mixer to the residual stream."""
+    mixed = all_gather.all_gather(stream.group, mixed)
+    return _added(config, None, mixed, weights.out, stream, None)
 
 
 def output_and_mlp(
@@ -305,6 +319,7 @@ class PrefillMixer:
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, snapshots = carry
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
+        inputs = scaled_inputs(inputs, sizes)
         given = (inputs, delta, sizes, states, snapshots, place)
         out, states, snapshots = recurrent_layer.prefill(*given, *self._where)
         return gated_output(out, inputs, delta, sizes, self._group), (states, snapshots)
@@ -340,6 +355,7 @@ class VerifyMixer:
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         states, scratch = carry
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
+        inputs = scaled_inputs(inputs, sizes)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
         if isinstance(scratch.kept, ReplayInputs):
             out, states, scratch = recurrent_layer.verify(*given, scratch)

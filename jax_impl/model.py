@@ -19,6 +19,7 @@ from jax_impl.layers import (
     attention,
     layer_end,
     output_and_mlp,
+    with_parallel,
 )
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
@@ -54,12 +55,16 @@ class Forward(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
+    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it.
+
+    `parallel_place` is the index of its parallel mixer among the recurrent layers.
+    """
 
     mixer: MixerConfig
     feed: Feed
     pool: int
     place: int
+    parallel_place: int
     layer: Layer
 
 
@@ -79,7 +84,14 @@ class Model(NamedTuple):
     def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], at.pool, at.pool_index, layer)
+            DecoderLayer(
+                mixer=each.mixer,
+                feed=FEEDS[each.mlp.kind],
+                pool=at.pool,
+                place=at.pool_index,
+                parallel_place=at.parallel_index,
+                layer=layer,
+            )
             for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
         )
         return cls(config, weights, blocks, group)
@@ -135,17 +147,25 @@ def forward(
         layer: Layer,
         stream: NormedStream,
         carry: Any,
+        beside_carry: Any,
         place: Place,
+        parallel_place: Place,
         part: Float[jax.Array, "R size"] | None,
         norm: Norm | None,
-    ) -> tuple[NormedStream, Any]:
+    ) -> tuple[NormedStream, Any, Any]:
         if isinstance(like, NoMixer):
             stream = feed(config, layer, stream, norm)
-        else:
-            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
-            mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
-            stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
-        return layer_end(config, layer, part, stream, norm), carry
+            return layer_end(config, layer, part, stream, norm), carry, beside_carry
+        inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
+        if (own := layer.parallel) is not None:
+            own_inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, own.inputs)
+            beside, beside_carry = mixers[config.recurrent](
+                parallel_place, own, own_inputs, beside_carry
+            )
+            stream = with_parallel(config, own, beside, stream)
+        mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
+        stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
+        return layer_end(config, layer, part, stream, norm), carry, beside_carry
 
     embedded = layers.embed_tokens(model.weights.embed, tokens, shown, embedding_factor(model))
     norms = [block.layer.input_norm for block in model.blocks]
@@ -162,8 +182,12 @@ def forward(
         if i in kept_streams:
             streams.append(stream.whole)
         part = None if parts is None else parts[:, i]
-        given = (block.layer, stream, carries.get(pool), block.place, part, norm)
-        stream, carries[pool] = run_block(block.mixer, block.feed, *given)
+        beside_carry = None if block.layer.parallel is None else carries[states]
+        carry = (carries.get(pool), beside_carry, block.place, block.parallel_place)
+        given = (block.layer, stream, *carry, part, norm)
+        stream, carries[pool], beside_carry = run_block(block.mixer, block.feed, *given)
+        if block.layer.parallel is not None:
+            carries[states] = beside_carry
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     if mixer is not None:

@@ -63,12 +63,14 @@ class Mlp(NamedTuple):
 class Layer(NamedTuple):
     """Decoder layer; a layer of an EAGLE head has no input norm.
 
+    `parallel` is the mixer next to `mixer`, if the layer has one.
     Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
     `scalar` multiplies the output of the layer.
     """
 
     input_norm: Norm | None
     mixer: Attention | LatentAttention | Recurrent
+    parallel: Recurrent | None
     post_norm: Norm | None
     feed: Mlp | Experts
     mixer_end_norm: Norm | None

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shared.models.groups import places
+from shared.models.groups import LayerPlace, places
 from shared.models.layers import LayerConfig
 from shared.models.stacks import BIAS
 from torch_impl.model_weights import Attention, LatentAttention, Layer, Mlp, Recurrent
@@ -30,9 +30,15 @@ def layers_of(tensors: Tensors, prefix: str, like: Sequence[LayerConfig]) -> tup
             stack = tensors.get(f"{prefix}{name}")
             return None if stack is None else stack[i]
 
+        def parallel(at: LayerPlace) -> Recurrent | None:
+            if at.parallel is None:
+                return None
+            return _recurrent(tensors, f"{prefix}{at.parallel}.", at.parallel_index)
+
         layer = Layer(
             input_norm=norm("input_norm"),
             mixer=mixers[each.mixer.kind](tensors, f"{prefix}{at.mixer}.", at.mixer_index),
+            parallel=parallel(at),
             post_norm=norm("post_attention_norm"),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),

@@ -29,7 +29,7 @@ from torch_impl.ops.moe.experts import Experts, added_experts
 from torch_impl.ops.moe.parallel_experts import added_parallel_experts
 from torch_impl.ops.recurrent import recurrent_layer
 from torch_impl.ops.recurrent.recurrent_layer import TreeNodes
-from torch_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output
+from torch_impl.ops.recurrent.recurrent_mixer import RecurrentWeights, gated_output, scaled_inputs
 from torch_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs
 
 Hidden = Float[Tensor, "R hidden"]
@@ -141,9 +141,18 @@ def attention(
         qkv = attention_layer.scale_queries(qkv, heads, context.query_scale)
     if norms is not None and mixer.norms_all_heads:
         qkv, norms = attention_layer.full_width_qk_norm(qkv, heads, norms, context.group), None
-    return attention_layer.attention_layer(
+    out = attention_layer.attention_layer(
         qkv, heads, norms, context.rope, context.rows, context.kv, place, weights.sinks
     )
+    return out if mixer.out_factor == 1 else (out.float() * mixer.out_factor).to(out.dtype)
+
+
+def with_parallel(
+    config: ModelConfig, weights: Recurrent, mixed: Float[Tensor, "R values"], stream: NormedStream
+) -> NormedStream:
+    """Adds the output projection of a parallel mixer to the residual stream."""
+    mixed = all_gather.all_gather(stream.group, mixed)
+    return _added(config, None, mixed, weights.out, stream, None)
 
 
 def output_and_mlp(
@@ -294,6 +303,7 @@ class PrefillMixer:
         self, place: int, weights: Recurrent, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
+        inputs = scaled_inputs(inputs, sizes)
         out = recurrent_layer.prefill(inputs, delta, sizes, *self._pools, place, *self._where)
         return gated_output(out, inputs, delta, sizes, self._group)
 
@@ -323,6 +333,7 @@ class VerifyMixer:
         self, place: int, weights: Recurrent, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = recurrent_weights(self._config, weights), _sizes(self._config)
+        inputs = scaled_inputs(inputs, sizes)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, ReplayInputs):
             out = recurrent_layer.verify(*given, self._scratch)

@@ -23,6 +23,7 @@ from torch_impl.layers import (
     layer_end,
     output_and_mlp,
     rotary_frequencies,
+    with_parallel,
 )
 from torch_impl.model_weights import Layer, Weights
 from torch_impl.ops.attention.attention import AttentionRows, Pools
@@ -53,12 +54,16 @@ class Forward:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it."""
+    """Decoder layer; `pool` and `place` are the cache pool that it reads, and its index in it.
+
+    `parallel_place` is the index of its parallel mixer among the recurrent layers.
+    """
 
     mixer: MixerConfig
     feed: Feed
     pool: int
     place: int
+    parallel_place: int
     layer: Layer
 
 
@@ -82,7 +87,14 @@ class Model:
         """Builds the model from its config and weights."""
         device = weights.embed.device
         blocks = tuple(
-            DecoderLayer(each.mixer, FEEDS[each.mlp.kind], at.pool, at.pool_index, layer)
+            DecoderLayer(
+                mixer=each.mixer,
+                feed=FEEDS[each.mlp.kind],
+                pool=at.pool,
+                place=at.pool_index,
+                parallel_place=at.parallel_index,
+                layer=layer,
+            )
             for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
@@ -141,6 +153,10 @@ def forward(
             stream = block.feed(config, block.layer, stream, norms[i + 1])
         else:
             inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
+            if (own := block.layer.parallel) is not None:
+                own_inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, own.inputs)
+                beside = mixers[config.recurrent](block.parallel_place, own, own_inputs)
+                stream = with_parallel(config, own, beside, stream)
             mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
             stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
         part = None if parts is None else parts[:, i]

@@ -64,12 +64,14 @@ class Mlp:
 class Layer:
     """Decoder layer; a layer of an EAGLE head has no input norm.
 
+    `parallel` is the mixer next to `mixer`, if the layer has one.
     Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
     `scalar` multiplies the output of the layer.
     """
 
     input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | LatentAttention | Recurrent
+    parallel: Recurrent | None
     post_norm: Float[Tensor, " hidden"] | None
     feed: Mlp | Experts
     mixer_end_norm: Float[Tensor, " hidden"] | None

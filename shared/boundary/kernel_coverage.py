@@ -15,6 +15,7 @@ from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.dflash2 import ConvConfig
+from shared.models.activation import SCALED_SILU
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
     AttentionConfig,
@@ -159,6 +160,12 @@ def _has_mamba2(blueprint: BackendSpec) -> bool:
     return any(isinstance(model.recurrent, Mamba2Config) for model in _models(blueprint))
 
 
+def _activation_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    kinds = {x.dense.activation.kind for x in _models(blueprint) if x.dense is not None}
+    is_run = program.work not in WITHOUT_LAYERS and SCALED_SILU in kinds
+    return "MLPs without multipliers of gate and output" if is_run else None
+
+
 def _convolution_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     block = blueprint.drafts.block
     is_drafted = program.work in (StepKind.DECODE, StepKind.DRAFT)
@@ -222,6 +229,7 @@ OPERATIONS = (
     Operation("convolution", _convolution_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
+    Operation("linear.act_and_mul_linear", _activation_fault, is_refused=True),
     Operation("lm_head", _dtype_fault, is_refused=False),
     *(
         Operation(name, _gelu_fault if name == GELU else _tower_fault, is_refused=False)

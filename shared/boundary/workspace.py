@@ -246,7 +246,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
         per_row = heads + 4 * delta.channels
     else:
         kept = delta.channels * item + heads * (not program.shape.is_plain)
-        per_row = kept * sum(isinstance(each.mixer, RecurrentConfig) for each in model.layers)
+        per_row = kept * sum(len(x) for x in model.groups if isinstance(x.config, RecurrentConfig))
     states = 2 * program.batch * math.prod(delta.state_shape)
     return rows_of(program) * per_row + 4 * states
 

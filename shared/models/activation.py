@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 SILU, GELU_TANH, SWIGLU_OAI, RELU2 = "silu", "gelu_tanh", "swiglu_oai", "relu2"
+SCALED_SILU = "scaled_silu"
 
 
 class Activation(NamedTuple):
@@ -12,12 +13,15 @@ class Activation(NamedTuple):
       kind: `SILU`: silu(gate) * up. `GELU_TANH`: gelu(gate) * up with the tanh approximation.
         `SWIGLU_OAI`: gate * sigmoid(alpha * gate) * (up + 1), with the gate at most `limit` and up
         between -`limit` and `limit`. `RELU2`: relu(up) squared, without a gate.
+        `SCALED_SILU`: factor * silu(alpha * gate) * up.
       alpha, limit: Settings of `SWIGLU_OAI`.
+      factor: Setting of `SCALED_SILU`, which also has an `alpha`.
     """
 
     kind: str = SILU
     alpha: float = 1.0
     limit: float = 0.0
+    factor: float = 1.0
 
     @property
     def is_gated(self) -> bool:

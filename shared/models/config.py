@@ -15,6 +15,7 @@ from shared.models.groups import (
     cache_pools,
     check_kv_sharing,
     group,
+    parallel_groups,
     places,
     pools_with,
 )
@@ -115,7 +116,7 @@ class ModelConfig:
     @cached_property
     def groups(self) -> tuple[LayerGroup[MixerConfig], ...]:
         """Groups of layers with equal mixer sizes, in the order of their first layers."""
-        return group([each.mixer for each in self.layers])
+        return (*group([each.mixer for each in self.layers]), *parallel_groups(self.layers))
 
     @cached_property
     def mlp_groups(self) -> tuple[LayerGroup[FeedForwardConfig], ...]:
@@ -134,7 +135,8 @@ class ModelConfig:
     @cached_property
     def cache_pools(self) -> tuple[CachePool, ...]:
         """Cache pools of all layers, in the order of their first layers."""
-        return cache_pools([each.mixer for each in self.layers])
+        parallel = (CachePool(each.config, each.layers) for each in parallel_groups(self.layers))
+        return (*cache_pools([each.mixer for each in self.layers]), *parallel)
 
     @property
     def kv_pools(self) -> tuple[CachePool, ...]:
@@ -193,8 +195,8 @@ class ModelConfig:
     @property
     def recurrent(self) -> RecurrentConfig | None:
         """Config of recurrent layers; None if there are none."""
-        found = (x.mixer for x in self.layers if isinstance(x.mixer, RecurrentConfig))
-        return next(found, None)
+        mixers = (mixer for x in self.layers for mixer in (x.mixer, x.parallel))
+        return next((x for x in mixers if isinstance(x, RecurrentConfig)), None)
 
     @property
     def dense(self) -> MLPConfig | None:

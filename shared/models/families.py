@@ -86,7 +86,7 @@ def config_from_dict(
         embedding_factor=_embedding_factor(text, family),
         rounds_embedding_factor=family.scales_embeddings,
         residual_factor=read_factor(text, family, "residual_multiplier"),
-        logits_factor=1 / read_factor(text, family, "logits_scaling"),
+        logits_factor=_logits_factor(text, family),
         logits_softcap=read_softcap(text, family, "final_logit_softcapping"),
         zero_centered_norms=family.is_hybrid or family.zero_centered,
         post_norm=family.post_norm,
@@ -101,6 +101,11 @@ def config_from_dict(
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
     )
+
+
+def _logits_factor(text: Json, family: Family) -> float:
+    factor = read_factor(text, family, "lm_head_multiplier")
+    return factor / read_factor(text, family, "logits_scaling")
 
 
 def _embedding_factor(text: Json, family: Family) -> float:

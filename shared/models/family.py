@@ -39,7 +39,6 @@ class Family:
       input_bias: True if q, k and v have biases that no field names.
       biases: Fields that enable other biases.
       sliding_window: Fields that enable sliding windows.
-      has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
       has_optional_rope: True if only `position_embedding_type: rope` enables rotary embedding.
       nope_layers: True if some layers have no rotary embedding (NoPE).
       scales_queries: True if queries may be scaled by position (long-context query scaling).
@@ -82,7 +81,6 @@ class Family:
     input_bias: bool = False
     biases: tuple[str, ...] = ()
     sliding_window: SlidingWindowRule = SlidingWindowRule.NEVER
-    has_factors: bool = False
     has_optional_rope: bool = False
     nope_layers: bool = False
     scales_queries: bool = False

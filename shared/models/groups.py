@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.layers import LayerConfig
-from shared.models.mixers import AttentionConfig, MixerConfig
+from shared.models.mixers import AttentionConfig, MixerConfig, RecurrentConfig
 
 
 class _Part(Protocol):
@@ -93,6 +93,8 @@ class LayerPlace:
       pool: Index of its pool among the pools with the same unit; for a layer that reads the KV of
         another layer, the pool of the other layer.
       pool_index: Index in the arrays of that pool.
+      parallel: Name of the group of its parallel mixer; None without one.
+      parallel_index: Index in the stacks of that group, and in its pool.
     """
 
     mixer: str
@@ -101,6 +103,8 @@ class LayerPlace:
     mlp_index: int
     pool: int
     pool_index: int
+    parallel: str | None = None
+    parallel_index: int = 0
 
 
 def group(parts: Sequence[Part]) -> tuple[LayerGroup[Part], ...]:
@@ -113,6 +117,16 @@ def group(parts: Sequence[Part]) -> tuple[LayerGroup[Part], ...]:
         name = like.kind if number == 1 else f"{like.kind}_{number}"
         groups.append(LayerGroup(name, like, layers))
     return tuple(groups)
+
+
+def parallel_groups(layers: Sequence[LayerConfig]) -> tuple[LayerGroup[RecurrentConfig], ...]:
+    """Groups the parallel mixers of layers, in the order of the groups' first layers."""
+    own = {index: x.parallel for index, x in enumerate(layers) if x.parallel is not None}
+    numbers = list(own)
+    return tuple(
+        replace(each, layers=tuple(numbers[index] for index in each.layers))
+        for each in group(list(own.values()))
+    )
 
 
 def cache_pools(mixers: Sequence[MixerConfig]) -> tuple[CachePool, ...]:
@@ -170,6 +184,9 @@ def places(layers: Sequence[LayerConfig]) -> tuple[LayerPlace, ...]:
         for number, pool in enumerate(pools_with(cache_pools(mixers), unit)):
             for index, layer in enumerate(pool.layers):
                 found[layer] |= {"pool": number, "pool_index": index}
+    for each in parallel_groups(layers):
+        for index, layer in enumerate(each.layers):
+            found[layer] |= {"parallel": each.name, "parallel_index": index}
     for layer, each in enumerate(layers):
         if (source := each.kv_shared_layer_index) is not None:
             found[layer] |= {name: found[source][name] for name in ("pool", "pool_index")}

@@ -18,7 +18,7 @@ from shared.models.config_fields import (
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, SlidingWindowRule
 from shared.models.layers import LayerConfig
-from shared.models.mamba2_fields import mixer_types, read_mamba2
+from shared.models.mamba2_fields import mixer_types, parallel_layers, read_mamba2
 from shared.models.mixers import (
     AttentionConfig,
     GatedDeltaConfig,
@@ -152,8 +152,8 @@ def read_latent_attention(text: Json, family: Family, context_length: int) -> La
 
 
 def read_factor(text: Json, family: Family, field: str) -> float:
-    """Returns a multiplier of a family that has such fields; 1 for other families."""
-    return number(text, field) if family.has_factors else 1.0
+    """Returns a multiplier of a family that has such a field; 1 for other families."""
+    return number(text, field) if field in family.of.fields else 1.0
 
 
 def read_softcap(text: Json, family: Family, field: str) -> float | None:
@@ -167,7 +167,8 @@ def _read_scale(text: Json, family: Family) -> float | None:
         return 1.0
     if family.has_query_scalar:
         return number(text, "query_pre_attn_scalar") ** -0.5
-    return read_factor(text, family, "attention_multiplier") if family.has_factors else None
+    field = "attention_multiplier"
+    return read_factor(text, family, field) if field in family.of.fields else None
 
 
 def read_layers(
@@ -192,6 +193,8 @@ def read_layers(
     layers = [
         LayerConfig(mixer=mixers[kind], mlp=feed) for kind, feed in zip(types, feeds, strict=True)
     ]
+    if family.mamba is not None and family.mamba.layers is None:
+        layers = parallel_layers(text, layers)
     layers = _with_shared_kv(text, types, layers)
     return tuple(_unturned(text, layers) if family.nope_layers else layers)
 

@@ -10,7 +10,7 @@ MLP, `experts.down` of an MoE block.
 
 from dataclasses import dataclass, replace
 
-from shared.models.mixers import MixerConfig, NoMixer
+from shared.models.mixers import MixerConfig, NoMixer, RecurrentConfig
 from shared.models.mlp import FeedForwardConfig, NoMLP
 
 
@@ -21,6 +21,7 @@ class LayerConfig:
     Attributes:
       mixer: Token mixer.
       mlp: MLP or MoE block.
+      parallel: Mixer next to it with the same input; both outputs are added. None without one.
       kv_shared_layer_index: Index of the earlier layer that an attention layer reads the KV of;
         None for a layer with KV or states of its own.
     """
@@ -28,6 +29,7 @@ class LayerConfig:
     mixer: MixerConfig
     mlp: FeedForwardConfig
     kv_shared_layer_index: int | None = None
+    parallel: RecurrentConfig | None = None
 
     @property
     def is_single(self) -> bool:
@@ -36,4 +38,6 @@ class LayerConfig:
 
     def local(self, count: int) -> "LayerConfig":
         """Returns the config of one of `count` TP ranks."""
-        return replace(self, mixer=self.mixer.local(count), mlp=self.mlp.local(count))
+        own = None if self.parallel is None else self.parallel.local(count)
+        local = replace(self, mixer=self.mixer.local(count), mlp=self.mlp.local(count))
+        return replace(local, parallel=own)

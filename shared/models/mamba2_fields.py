@@ -1,11 +1,15 @@
 """Reads the Mamba2 layers of a model from the fields of its config.json."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from shared.models.config_fields import Json, flag, listed, positive
-from shared.models.mixers import Mamba2Config
+from shared.models.activation import SCALED_SILU, Activation
+from shared.models.config_fields import Json, flag, is_number, listed, number, positive
+from shared.models.layers import LayerConfig
+from shared.models.mixers import AttentionConfig, Mamba2Config
 from shared.models.mixers.gated_delta import CONV_WIDTH
 from shared.models.mixers.mamba2 import OutputNorm
+from shared.models.mlp import MLPConfig
 from shared.models.rotary import LAYER_TYPES
 
 FULL, _, LINEAR = LAYER_TYPES
@@ -19,10 +23,11 @@ class Mamba2Fields:
     """Fields of a family with Mamba2 layers.
 
     Attributes:
-      layers: Field of the mixers: a list of types, or of the indices of attention layers.
+      layers: Field of the mixers: a list of types, or of the indices of attention layers; None if
+        every layer has attention, and Mamba2 in parallel.
     """
 
-    layers: str
+    layers: str | None
 
 
 def read_mamba2(text: Json) -> Mamba2Config:
@@ -43,8 +48,8 @@ def read_mamba2(text: Json) -> Mamba2Config:
     size = positive(text, "mamba_d_head")
     if "mamba_expand" in text and heads * size != _inner_width(text):
         raise ValueError(
-            f"mamba_n_heads ({heads}) times mamba_d_head ({size}) must equal mamba_expand times "
-            f"hidden_size ({_inner_width(text)})"
+            f"mamba_n_heads ({heads}) times mamba_d_head ({size}) must equal the inner width of "
+            f"{_inner_width(text)}: mamba_d_ssm, or mamba_expand times hidden_size"
         )
     return Mamba2Config(
         num_heads=heads,
@@ -60,7 +65,61 @@ def read_mamba2(text: Json) -> Mamba2Config:
 
 
 def _inner_width(text: Json) -> int:
+    if "mamba_d_ssm" in text and text["mamba_d_ssm"] is not None:
+        return positive(text, "mamba_d_ssm")
     return positive(text, "mamba_expand") * positive(text, "hidden_size")
+
+
+def parallel_layers(text: Json, layers: Sequence[LayerConfig]) -> list[LayerConfig]:
+    """Adds Mamba2 to attention layers, and the multipliers of their parts.
+
+    The multipliers of keys and of the attention's input scale the scores and the output.
+
+    Raises:
+      ValueError: A field is invalid, or layers have multipliers and biases.
+    """
+    names = ("attention_in", "attention_out", "key", "ssm_in", "ssm_out")
+    into, out, key, ssm_in, ssm_out = (number(text, f"{name}_multiplier") for name in names)
+    mlp, parts = _multipliers(text, "mlp_multipliers", 2), _multipliers(text, "ssm_multipliers", 5)
+    biases = [x for x in _BIASES if flag(text, x)]
+    if biases and {into, out, key, ssm_in, ssm_out, *mlp, *parts} != {1.0}:
+        raise ValueError(
+            f"{biases[0]}: true is not supported with multipliers of layers; use a checkpoint "
+            f"with {biases[0]}: false"
+        )
+    kind, norm = OutputNorm.NONE, flag(text, "mamba_norm_before_gate")
+    if flag(text, "mamba_rms_norm"):
+        kind = OutputNorm.BEFORE_GATE if norm else OutputNorm.AFTER_GATE
+    parallel = replace(
+        read_mamba2(text),
+        out_bias=flag(text, "projectors_bias"),
+        norm=kind,
+        input_factors=tuple(ssm_in * part for part in parts),
+        out_factor=ssm_out,
+    )
+    found = []
+    for each in layers:
+        assert isinstance(each.mixer, AttentionConfig)  # the family has no other
+        assert isinstance(each.mlp, MLPConfig)
+        scale = each.mixer.head_size**-0.5 * key * into**2
+        mixer = replace(each.mixer, scale=scale, out_factor=into * out)
+        scaled = Activation(SCALED_SILU, alpha=mlp[0], factor=mlp[1])
+        feed = replace(each.mlp, activation=scaled)
+        found.append(LayerConfig(mixer=mixer, mlp=feed, parallel=parallel))
+    return found
+
+
+_BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
+
+
+def _multipliers(text: Json, field: str, count: int) -> tuple[float, ...]:
+    stated = text[field]
+    if stated is None:
+        return (1.0,) * count
+    is_list = isinstance(stated, list) and len(stated) == count
+    if not is_list or not all(is_number(x, (int, float)) for x in stated):
+        raise ValueError(f"{field} must list {count} numbers, got {stated!r:.60}")
+    return tuple(map(float, stated))
 
 
 def _refuse_limit(text: Json) -> None:
@@ -83,6 +142,8 @@ def mixer_types(text: Json, fields: Mamba2Fields, num_layers: int) -> list[str]:
     Raises:
       ValueError: The list of layers is invalid.
     """
+    if fields.layers is None:
+        return [FULL] * num_layers
     if fields.layers != "layer_types":
         attending = listed(text, fields.layers, int) or []
         return [FULL if i in attending else LINEAR for i in range(num_layers)]

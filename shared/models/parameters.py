@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from shared.models import per_layer
 from shared.models.config import ModelConfig
-from shared.models.groups import group
+from shared.models.groups import group, parallel_groups
 from shared.models.layers import LayerConfig
 from shared.models.mtp import MtpLayers
 from shared.models.parameter import CheckpointTensor, Parameter
@@ -119,7 +119,8 @@ def decoder_parameters(
       mlps_of: Prefixes of their MLPs, if those are stored as layers of their own.
     """
     like = config.layers if like is None else like
-    mixers, mlps = group([each.mixer for each in like]), group([each.mlp for each in like])
+    mixers = (*group([each.mixer for each in like]), *parallel_groups(like))
+    mlps = group([each.mlp for each in like])
     norms, centre = NORMS_BEHIND if config.post_norm else NORMS, config.norm_centre
     norms = NORMS_AROUND if config.sandwich_norms else norms
     if any(each.is_single for each in like):

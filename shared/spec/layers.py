@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.models.activation import GELU_TANH, SILU, Activation
+from shared.models.activation import GELU_TANH, SCALED_SILU, SILU, Activation
 from shared.models.rotary import RotaryConfig
 
 
@@ -53,6 +53,9 @@ def act_and_mul(
         return gelu_tanh(gate) * up
     if activation.kind == SILU:
         return silu(gate) * up
+    if activation.kind == SCALED_SILU:
+        scaled = silu(gate * np.float32(activation.alpha)) * up
+        return scaled * np.float32(activation.factor)
     gate = np.minimum(gate, np.float32(activation.limit))
     up = np.clip(up, np.float32(-activation.limit), np.float32(activation.limit))
     return gate * sigmoid(np.float32(activation.alpha) * gate) * (up + 1)

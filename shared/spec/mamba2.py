@@ -20,6 +20,16 @@ from shared.spec import layers
 from shared.spec.gated_delta import RecurrenceInputs
 
 
+def scaled_inputs(
+    inputs: Float[np.ndarray, "R outputs"], sizes: Mamba2Config
+) -> Float[np.ndarray, "R outputs"]:
+    """Multiplies the parts of the input projection by their factors."""
+    if {*sizes.input_factors} == {1.0}:
+        return inputs
+    factors = np.repeat(np.array(sizes.input_factors, np.float32), sizes.input_sections)
+    return (inputs * factors).astype(inputs.dtype)
+
+
 def recurrence_inputs(
     channels: Float[np.ndarray, "R C"],
     dt: Float[np.ndarray, "R H"],
@@ -59,10 +69,10 @@ def output_norm(
     sizes: Mamba2Config,
 ) -> Float[np.ndarray, "R values"]:
     """Applies the gate silu(z), and before or after it an RMS norm in groups of columns."""
-    gate = layers.silu(z)
+    gate, factor = layers.silu(z), np.float32(sizes.out_factor)
     if weight is None:
-        return out * gate
+        return out * gate * factor
     normed = out * gate if sizes.norm is OutputNorm.AFTER_GATE else out
     groups = normed.reshape(len(out), -1, sizes.norm_size)
     normed = weight * layers.rms_norm(groups, None, eps).reshape(out.shape)
-    return normed if sizes.norm is OutputNorm.AFTER_GATE else normed * gate
+    return (normed if sizes.norm is OutputNorm.AFTER_GATE else normed * gate) * factor

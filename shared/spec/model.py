@@ -159,16 +159,23 @@ def forward(
         parts = per_layer.per_layer_parts(tokens, embedded, table, config.rms_eps)
     for layer, (each, place) in enumerate(zip(config.layers, config.places, strict=True)):
         if not isinstance(each.mixer, NoMixer):
-            name, index = f"{place.mixer}.", place.mixer_index
-            projection, out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
+            stack = f"{place.mixer}.", place.mixer_index
+            projection, out = (
+                matrix(weights, f"{stack[0]}{x}", stack[1]) for x in ("inputs", "out")
+            )
             inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, projection)
+            if place.parallel is not None:
+                name, index = f"{place.parallel}.", place.parallel_index
+                own, own_out = (matrix(weights, f"{name}{x}", index) for x in ("inputs", "out"))
+                beside = mixer(index, linear.rmsnorm_linear(stream, config.input_norm_eps, own))
+                stream = linear.linear_add(beside, own_out, stream, config.residual_factor, None)
             if isinstance(each.mixer, SelfAttentionConfig):
                 pool, at = pools[place.pool], place.pool_index
                 mixed, pools[place.pool] = attention_mixer(
-                    config, each.mixer, weights, (name, index), inputs, rows, pool, at
+                    config, each.mixer, weights, stack, inputs, rows, pool, at
                 )
             else:
-                mixed = mixer(index, inputs)
+                mixed = mixer(stack[1], inputs)
             between = norms[layer + 1]
             if not each.is_single:
                 between = norm_between(config, weights, "", layer)
@@ -270,7 +277,7 @@ def token_mixer(
     cos_sin = angles(attention, rows)
     keys, values = kv[layer]
     out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, keys, values, sinks)
-    return out, _replaced(kv, layer, planes)
+    return out * np.float32(attention.out_factor), _replaced(kv, layer, planes)
 
 
 def latent_mixer(

@@ -144,6 +144,13 @@ def recurrent_decode(
     return _normed(out, z, weights, sizes), recurrent, window
 
 
+def scaled_inputs(
+    inputs: Float[np.ndarray, "R outputs"], sizes: RecurrentConfig
+) -> Float[np.ndarray, "R outputs"]:
+    """Applies the multipliers of the input projection, which only Mamba2 layers have."""
+    return inputs if isinstance(sizes, GatedDeltaConfig) else mamba2.scaled_inputs(inputs, sizes)
+
+
 def split_inputs(
     inputs: Float[np.ndarray, "R outputs"], sizes: RecurrentConfig
 ) -> tuple[Float[np.ndarray, "R C"], Float[np.ndarray, "R H V"], Float[np.ndarray, "R gates"]]:
@@ -243,6 +250,7 @@ class RecurrentPrefill:
         sizes = self._config.recurrent
         assert sizes is not None  # a model with such layers has their sizes
         own = recurrent_weights(self._config, self._weights, layer)
+        inputs = scaled_inputs(inputs, sizes)
         out, self.recurrent[layer], self.window[layer] = recurrent_prefill(
             inputs, own, sizes, self.recurrent[layer], self.window[layer], self._row_starts
         )
@@ -276,6 +284,7 @@ class RecurrentVerify:
         sizes = self._config.recurrent
         assert sizes is not None  # a model with such layers has their sizes
         own = recurrent_weights(self._config, self._weights, layer)
+        inputs = scaled_inputs(inputs, sizes)
         out, kept = recurrent_verify_tree(
             inputs,
             own,

@@ -167,6 +167,12 @@ def test_mamba2_layers_counted_on_gpu(platform):
     assert {each.reason for each in found} == {reason}
 
 
+@each_platform
+def test_mlp_multipliers_raise_on_gpu(platform):
+    with pytest.raises(ValueError, match="MLPs without multipliers of gate and output"):
+        fallbacks_of(platform, config_with(tiny_model("falcon_h1", 0)[0], head_size=16))
+
+
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
 
 

@@ -72,6 +72,7 @@ GEMMA4: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1, 3]},
     "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128},
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
     "gemma4_text": GEMMA4,
@@ -205,6 +206,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "granite, factors": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2}),
+    "falcon_h1, multipliers, norm": (
+        "falcon_h1",
+        {
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 0.7,
+            "key_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "mlp_multipliers": [0.8, 0.6],
+            "ssm_in_multiplier": 1.3,
+            "ssm_multipliers": [0.8, 1.1, 0.7, 1.2, 0.9],
+            "ssm_out_multiplier": 0.6,
+        },
+    ),
+    "falcon_h1, norm before gate, biases": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+        },
+    ),
     "granitemoehybrid, dense, factors, rotated": (
         "granitemoehybrid",
         {

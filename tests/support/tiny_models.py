@@ -21,12 +21,13 @@ from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.models.stacks import BIAS
+from tests.support.tiny_mamba2 import mamba2_configs
 from tests.support.tiny_switched import SWITCHED
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = (
-    *("bamba", "gemma2", "gemma3", "gemma4", "granite", "llama_bias", "ministral3", "mistral"),
-    *("olmo3", "phi3", "qwen2", "smollm3"),
+    *("bamba", "falcon_h1", "gemma2", "gemma3", "gemma4", "granite", "llama_bias", "ministral3"),
+    *("mistral", "olmo3", "phi3", "qwen2", "smollm3"),
 )
 """Dense families with optional features, each with fields of its own."""
 LATENT = ("deepseek_v3", "glm4_moe_lite")
@@ -110,14 +111,7 @@ _LIKE_LLAMA = {name: value for name, value in _CONFIGS["llama"].items() if name 
 _CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in SWITCHED.items()}
 for name in ("gemma4", "ministral3"):
     del _CONFIGS[name]["rope_theta"]  # it is among their `rope_parameters`
-_MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
-_CONFIGS["bamba"] = {
-    **{name: value for name, value in _LIKE_LLAMA.items() if name != "head_dim"},
-    **_MAMBA2,
-    "architectures": ["BambaForCausalLM"],
-    "model_type": "bamba",
-    "attn_layer_indices": [1],
-}
+_CONFIGS |= mamba2_configs(_LIKE_LLAMA, _CONFIGS["granite"])
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _CONFIGS["qwen3_moe"] = {
     **_CONFIGS["qwen3"],
@@ -208,17 +202,6 @@ _CONFIGS["nemotron_h"] = {
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
-_CONFIGS["granitemoehybrid"] = {
-    **{name: value for name, value in _CONFIGS["granite"].items() if name != "head_dim"},
-    **_MAMBA2,
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "model_type": "granitemoehybrid",
-    "layer_types": ["mamba", "attention", "mamba"],
-    "intermediate_size": 24,
-    "shared_intermediate_size": 40,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-}
 _CONFIGS["gemma4_moe"] = {
     **_CONFIGS["gemma4"],
     "num_hidden_layers": 3,
@@ -275,7 +258,7 @@ DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
 """Families with GDN layers."""
-HYBRIDS = ("bamba", "granitemoehybrid", "nemotron_h", *DELTA)
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", *DELTA)
 """Families with a recurrent state."""
 WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h", *DELTA)
 

@@ -28,11 +28,9 @@ SMALLER_DELTA: dict[str, Any] = {
     "linear_num_value_heads": 3,
 }
 SMALLER_MAMBA2: dict[str, dict[str, Any]] = {
-    "bamba": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "granitemoehybrid": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    "bamba": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "falcon_h1": {"mamba_d_ssm": 32},
+    "granitemoehybrid": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, is_bfloat16, kernel_or_reference
-from shared.models.activation import GELU_TANH, SILU, Activation
+from shared.models.activation import GELU_TANH, SCALED_SILU, SILU, Activation
 from shared.spec.reduction_order import SQUARES
 
 Array = Float[jax.Array, "..."]
@@ -169,6 +169,8 @@ def act_and_mul(gate: Array, up: Array, activation: Activation) -> Array:
         return plain_gelu_tanh(gate) * up
     if activation.kind == SILU:
         return silu(gate) * up
+    if activation.kind == SCALED_SILU:
+        return silu(gate * activation.alpha) * up * activation.factor
     gate = jnp.minimum(gate, activation.limit)
     up = jnp.clip(up, -activation.limit, activation.limit)
     return gate * sigmoid(activation.alpha * gate) * (up + 1)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float
 
 from jax_impl.ops.collectives import all_gather
@@ -9,6 +10,16 @@ from jax_impl.ops.gemm import layers
 from jax_impl.ops.recurrent.gated_delta import RecurrenceInputs
 from shared.boundary.tp_group import TPGroup
 from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
+
+
+def scaled_inputs(
+    inputs: Float[jax.Array, "R outputs"], sizes: Mamba2Config
+) -> Float[jax.Array, "R outputs"]:
+    """Same as the specification."""
+    if {*sizes.input_factors} == {1.0}:
+        return inputs
+    factors = np.repeat(np.array(sizes.input_factors, np.float32), sizes.input_sections)
+    return (inputs.astype(jnp.float32) * factors).astype(inputs.dtype)
 
 
 def recurrence_inputs(
@@ -50,10 +61,10 @@ def output_norm(
     """
     gate, out = layers.silu(z.astype(jnp.float32)), out.astype(jnp.float32)
     if weight is None:
-        return (out * gate).astype(z.dtype)
+        return (out * gate * sizes.out_factor).astype(z.dtype)
     is_gated = sizes.norm is OutputNorm.AFTER_GATE
     normed = weight * _normed(out * gate if is_gated else out, eps, sizes, group)
-    return (normed if is_gated else normed * gate).astype(z.dtype)
+    return ((normed if is_gated else normed * gate) * sizes.out_factor).astype(z.dtype)
 
 
 def _normed(

@@ -127,6 +127,13 @@ def recurrent_decode(
     return _normed(_added(out, own), z, weights, sizes), new, end
 
 
+def scaled_inputs(
+    inputs: Float[jax.Array, "R outputs"], sizes: RecurrentConfig
+) -> Float[jax.Array, "R outputs"]:
+    """Applies the multipliers of the input projection, which only Mamba2 layers have."""
+    return inputs if isinstance(sizes, GatedDeltaConfig) else mamba2.scaled_inputs(inputs, sizes)
+
+
 def split_inputs(
     inputs: Float[jax.Array, "R outputs"], sizes: RecurrentConfig
 ) -> tuple[Float[jax.Array, "R C"], Float[jax.Array, "R H V"], Float[jax.Array, "R gates"]]:

@@ -47,3 +47,28 @@ GRANITE_MOE_HYBRID = ConfigClass(
     },
     aliases={"layers_block_type": "layer_types"},
 )
+FALCON_H1 = ConfigClass(
+    "FalconH1Config",
+    declared(128000, 4096, 14336, 32, (32, 8))
+    | BIASES
+    | _MAMBA2
+    | {
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        "mamba_rms_norm": False,
+        "projectors_bias": False,
+        "lm_head_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "mlp_multipliers": None,
+        "key_multiplier": 1.0,
+        "attention_out_multiplier": 1.0,
+        "attention_in_multiplier": 1.0,
+        "ssm_multipliers": None,
+        "ssm_in_multiplier": 1.0,
+        "ssm_out_multiplier": 1.0,
+    },
+    aliases={"layer_types": "layers_block_type"},
+)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from shared.models.config_classes import llama as config_classes
 from shared.models.family import BIASES, Family, SlidingWindowRule
 
-GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
+GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES)
 LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", config_classes.MISTRAL, sliding_window=SlidingWindowRule.BY_SIZE)
 MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, scales_queries=True)

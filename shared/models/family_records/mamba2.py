@@ -18,12 +18,18 @@ BAMBA = Family(
     mamba=Mamba2Fields(layers="attn_layer_indices"),
     tensor_names=_FEED_FORWARD,
 )
+FALCON_H1 = Family(
+    "falcon_h1",
+    config_classes.FALCON_H1,
+    biases=BIASES,
+    mamba=Mamba2Fields(layers=None),
+    tensor_names=_FEED_FORWARD,
+)
 GRANITE_MOE_HYBRID = Family(
     "granitemoehybrid",
     config_classes.GRANITE_MOE_HYBRID,
     biases=BIASES[:1],
     mamba=Mamba2Fields(layers="layer_types"),
-    has_factors=True,
     has_optional_rope=True,
     mlp_width_field="shared_intermediate_size",
     fused_gate_up=True,
@@ -47,10 +53,12 @@ GRANITE_MOE_HYBRID = Family(
 
 FAMILIES = {
     "BambaForCausalLM": BAMBA,
+    "FalconH1ForCausalLM": FALCON_H1,
     "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
 }
 
 ARCHITECTURES = {
     "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }

@@ -35,6 +35,7 @@ class AttentionConfig:
         in the softmax of each row.
       value_norm: True if each value head is RMS-normalised, without a learned scale.
       keys_as_values: True if the values are the keys before their norm and rotation (K = V).
+      out_factor: Multiplier of the output of the heads.
       softcap: Soft cap of attention scores: capped * tanh(score / capped); None for none.
     """
 
@@ -57,6 +58,7 @@ class AttentionConfig:
     value_norm: bool
     keys_as_values: bool
     softcap: float | None
+    out_factor: float = 1.0
 
     def __post_init__(self) -> None:
         names = "num_attention_heads", "num_key_value_heads"

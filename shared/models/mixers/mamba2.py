@@ -36,6 +36,8 @@ class Mamba2Config:
       input_bias, out_bias: True if the input projection, and the output projection, have a bias.
       norm: Output norm.
       norm_size: Columns of a group of the output norm, of which TP ranks may have a part.
+      input_factors: Multipliers of z, x, B, C and the time step in the input projection.
+      out_factor: Multiplier of the output.
     """
 
     kind: ClassVar[str] = "mamba2"
@@ -53,6 +55,8 @@ class Mamba2Config:
     out_bias: bool
     norm: OutputNorm
     norm_size: int
+    input_factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    out_factor: float = 1.0
     conv_width: int = CONV_WIDTH
 
     def __post_init__(self) -> None:
@@ -72,6 +76,12 @@ class Mamba2Config:
     def channels(self) -> int:
         """Convolution channels: x of all heads, B of all groups, C of all groups."""
         return self.values + 2 * self.num_groups * self.state_size
+
+    @property
+    def input_sections(self) -> tuple[int, int, int, int, int]:
+        """Columns of z, x, B, C and the time steps in the input projection."""
+        groups = self.num_groups * self.state_size
+        return self.values, self.values, groups, groups, self.num_heads
 
     @property
     def cache_specs(self) -> tuple[CacheArraySpec, CacheArraySpec]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from shared.models.activation import GELU_TANH, SILU, Activation
+from shared.models.activation import GELU_TANH, SCALED_SILU, SILU, Activation
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 
@@ -182,6 +182,8 @@ def act_and_mul(
         return plain_gelu_tanh(gate) * up
     if activation.kind == SILU:
         return silu(gate) * up
+    if activation.kind == SCALED_SILU:
+        return silu(gate * activation.alpha) * up * activation.factor
     gate = gate.clamp(max=activation.limit)
     up = up.clamp(-activation.limit, activation.limit)
     return gate * sigmoid(activation.alpha * gate) * (up + 1)

@@ -1,5 +1,6 @@
 """Mamba2: the inputs of its recurrence, and its output norm; same as `shared.spec.mamba2`."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -8,6 +9,15 @@ from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.recurrent.gated_delta import RecurrenceInputs
+
+
+def scaled_inputs(
+    inputs: Float[Tensor, "R outputs"], sizes: Mamba2Config
+) -> Float[Tensor, "R outputs"]:
+    if {*sizes.input_factors} == {1.0}:
+        return inputs
+    parts = zip(inputs.split(sizes.input_sections, dim=1), sizes.input_factors, strict=True)
+    return torch.cat([(x.float() * factor).to(x.dtype) for x, factor in parts], dim=1)
 
 
 def recurrence_inputs(
@@ -49,10 +59,10 @@ def output_norm(
     """
     gate, out = layers.silu(z.float()), out.float()
     if weight is None:
-        return (out * gate).to(z.dtype)
+        return (out * gate * sizes.out_factor).to(z.dtype)
     is_gated = sizes.norm is OutputNorm.AFTER_GATE
     normed = weight * _normed(out * gate if is_gated else out, eps, sizes, group)
-    return (normed if is_gated else normed * gate).to(z.dtype)
+    return ((normed if is_gated else normed * gate) * sizes.out_factor).to(z.dtype)
 
 
 def _normed(

@@ -119,6 +119,13 @@ def recurrent_decode(
     return _normed(_added(out, own), z, weights, sizes), new, end
 
 
+def scaled_inputs(
+    inputs: Float[Tensor, "R outputs"], sizes: RecurrentConfig
+) -> Float[Tensor, "R outputs"]:
+    """Applies the multipliers of the input projection, which only Mamba2 layers have."""
+    return inputs if isinstance(sizes, GatedDeltaConfig) else mamba2.scaled_inputs(inputs, sizes)
+
+
 def split_inputs(
     inputs: Float[Tensor, "R outputs"], sizes: RecurrentConfig
 ) -> tuple[Float[Tensor, "R C"], Float[Tensor, "R H V"], Float[Tensor, "R gates"]]:
