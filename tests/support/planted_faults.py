@@ -27,6 +27,7 @@ from shared.spec import (
     gated_delta,
     grammar_bitmask,
     kv_transfer,
+    recurrent_mixer,
     recurrent_state,
     sampling,
     slot_state,
@@ -305,7 +306,7 @@ def recurrent_state_of_the_root(patch: Patch) -> None:
 def conv_window_of_the_root(patch: Patch) -> None:
     healthy = recurrent_state.tree_windows
     patch.setattr(
-        recurrent_state,
+        recurrent_mixer,
         "tree_windows",
         lambda window, inputs, parents: healthy(window, inputs, np.zeros_like(parents)),
     )
