@@ -96,7 +96,7 @@ ELSEWHERE = {
     "stream": f"{HTTP}_api.py::test_completion_stream_equals_whole_response",
     "stream_options": f"{HTTP}_api.py::test_include_usage_sends_separate_last_event",
     "tools": "tests/text/test_tool_calls.py::test_tool_call_parser_independent_of_chunks",
-    "tool_choice": f"{HTTP}_tools.py::test_tool_choice_none_omits_tools_from_prompt",
+    "tool_choice": f"{HTTP}_tool_choice.py::test_tool_choice_none_forbids_calls",
     "parallel_tool_calls": (f"{HTTP}_tools.py::test_parallel_tool_calls_false_returns_one_call"),
     "chat_template_kwargs": (f"{HTTP}_tools.py::test_reasoning_opened_by_template_is_separated"),
     **dict.fromkeys(
