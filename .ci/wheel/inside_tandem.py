@@ -89,7 +89,7 @@ def faults(source: bytes) -> Iterator[tuple[int, str]]:
                 elif alias.name.startswith("tandem.") and alias.asname is None:
                     yield node.lineno, f"binds {alias.name} to its first name. Use `from`"
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if _MODULE.search(node.value.encode()):
+            if _MODULE.search(node.value.encode(errors="surrogatepass")):
                 yield node.lineno, f"names a module in {node.value!r}"
         elif isinstance(node, ast.JoinedStr):
             text = ast.unparse(node).encode()
