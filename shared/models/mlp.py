@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 
 from shared.models.activation import Activation
 from shared.models.head_groups import check_groups
+from shared.models.no_sublayer import NoSublayer
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.sharded_range import ShardedRange
 from shared.models.stacks import BIAS, StackSettings, bias, norms_of, stack
@@ -72,32 +73,10 @@ class MLPConfig:
 
 
 @dataclass(frozen=True)
-class NoMLP:
+class NoMLP(NoSublayer):
     """MLP of a layer that only has a mixer: no parameters."""
 
     kind: ClassVar[str] = "no_mlp"
-
-    @property
-    def sizes(self) -> Self:
-        """The config itself: all such layers are equal."""
-        return self
-
-    @property
-    def divided(self) -> Iterator[tuple[str, int]]:
-        """No sizes."""
-        yield from ()
-
-    def local(self, count: int) -> Self:
-        """Returns the config of one of `count` TP ranks."""
-        del count
-        return self
-
-    def parameters(
-        self, prefix: str, layers: Sequence[str], settings: StackSettings
-    ) -> list[Parameter]:
-        """Returns no parameters."""
-        del prefix, layers, settings
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)
