@@ -38,7 +38,7 @@ EXPERTS = (
 )
 """Families with mixtures of experts, between them every kind of router and of layout."""
 MATRIX_ONLY = ("gemma4_moe", "minimax_m2", "qwen3_next")
-"""Those with slow cells, which are in the matrix."""
+"""Families with slow cells, which only the matrix has."""
 EOS_ID = 1
 
 _COMMON: dict[str, Any] = {

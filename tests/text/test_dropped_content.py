@@ -29,7 +29,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-LEAST_REFUSED = {"qwen3": 0, "deepseek": 0, "llama3": 2}
+LEAST_REJECTED = {"qwen3": 0, "deepseek": 0, "llama3": 2}
 """Smallest counts for templates that drop little; that of Llama 3 receives calls one by one."""
 
 
@@ -39,7 +39,7 @@ def test_render_keeps_all_content_or_raises(family: str, oracle: Any) -> None:
     refused = count_refused(render, oracle, TEMPLATES[family])
     # The property requires enough cases of both kinds.
     assert refused[False] >= 20
-    assert refused[True] >= LEAST_REFUSED.get(family, 5)
+    assert refused[True] >= LEAST_REJECTED.get(family, 5)
 
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}]

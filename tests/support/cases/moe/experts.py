@@ -100,6 +100,29 @@ def added_arguments(
     }
 
 
+def large_cases(
+    name: str,
+    hidden: int,
+    config: MoEConfig,
+    *,
+    rows: tuple[int, ...] = (1, 32, 512),
+    quantized: Quantized | None = None,
+) -> list[OpCase]:
+    """Cases in bfloat16 of real sizes, one for each number of rows."""
+    return [
+        OpCase(
+            op="experts",
+            function="added_experts",
+            name=f"{name}, {R} rows",
+            make=partial(added_arguments, R=R, hidden=hidden, config=config, quantized=quantized),
+            dtype="bfloat16",
+            wide=("norm",),
+            is_large=True,
+        )
+        for R in rows
+    ]
+
+
 SMALL = config_of(num_experts=8, num_chosen=3, intermediate=32, shared=True)
 GROUPS = config_of(
     num_experts=12,
@@ -163,88 +186,21 @@ TABLE = [
     )
 ]
 TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"{name}, {R} rows",
-        make=partial(added_arguments, R=R, hidden=2048, config=config),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
+    case
     for name, config in LARGE.items()
-    for R in (1, 4, 8, 32, 128, 512)
+    for case in large_cases(name, 2048, config, rows=(1, 4, 8, 32, 128, 512))
 ]
+TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
+TABLE += large_cases("biases, 32 of 2880", 2880, OSS)
+TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON)
 TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"scales, 128 of 704, {R} rows",
-        make=partial(added_arguments, R=R, hidden=2816, config=GEMMA),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
-    for R in (1, 32, 512)
-]
-TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"biases, 32 of 2880, {R} rows",
-        make=partial(added_arguments, R=R, hidden=2880, config=OSS),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
-    for R in (1, 32, 512)
-]
-TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"no gate, 32 of 1856, {R} rows",
-        make=partial(added_arguments, R=R, hidden=2688, config=NEMOTRON),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
-    for R in (1, 32, 512)
-]
-TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"{kind} 32 of 768, {R} rows",
-        make=partial(
-            added_arguments,
-            R=R,
-            hidden=2048,
-            config=LARGE["32 of 768"],
-            quantized=quantized,
-        ),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
+    case
     for kind, quantized in QUANTIZED.items()
-    for R in (1, 32, 512)
+    for case in large_cases(f"{kind} 32 of 768", 2048, LARGE["32 of 768"], quantized=quantized)
 ]
-TABLE += [
-    OpCase(
-        op="experts",
-        function="added_experts",
-        name=f"MXFP4 8 of 2880, {R} rows",
-        make=partial(
-            added_arguments,
-            R=R,
-            hidden=2880,
-            config=config_of(num_experts=8, num_chosen=4, intermediate=2880, shared=False),
-            quantized=QUANTIZED["MXFP4"],
-        ),
-        dtype="bfloat16",
-        wide=("norm",),
-        is_large=True,
-    )
-    for R in (1, 32, 512)
-]
+TABLE += large_cases(
+    "MXFP4 8 of 2880",
+    2880,
+    config_of(num_experts=8, num_chosen=4, intermediate=2880, shared=False),
+    quantized=QUANTIZED["MXFP4"],
+)
