@@ -160,8 +160,10 @@ def experts(
         inputs = linear.product_float32(x, weights.latent_in).astype(x.dtype)
     out = np.zeros(inputs.shape, np.float32)
     for row, (ids, shares) in enumerate(zip(chosen.ids, chosen.weights, strict=True)):
+        at = slice(row, row + 1)
+        own = replace(weights, gate_up=weights.gate_up.of_rows(at), down=weights.down.of_rows(at))
         for expert, share in zip(ids, shares, strict=True):
-            out[row] += share * _of_expert(inputs[row : row + 1], config, weights, int(expert))[0]
+            out[row] += share * _of_expert(inputs[at], config, own, int(expert))[0]
     if weights.latent_out is not None:
         out = linear.product_float32(out.astype(x.dtype), weights.latent_out)
     if config.shared_intermediate:

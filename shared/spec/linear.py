@@ -18,6 +18,7 @@ from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
 from shared.spec import fp8_activations, layers
+from shared.spec.lora import RowAdapters, adapted
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,13 @@ class Matrix:
       format: Format of the planes; see `shared.models.formats`.
       planes: Arrays of the weight by name: `values`, and `scales` of quantised formats.
       bias: Bias of each output, or None.
+      lora: Adapters of the rows that the weight multiplies; None without.
     """
 
     format: WeightFormat
     planes: Mapping[str, Shaped[np.ndarray, "..."]]
     bias: Float[np.ndarray, "*layers outputs"] | None = None
+    lora: RowAdapters | None = None
 
     @classmethod
     def plain(
@@ -62,7 +65,11 @@ class Matrix:
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """Returns the outputs from `first` on, at which a row of each plane must start."""
+        """Returns the outputs from `first` on, at which a row of each plane must start.
+
+        Only draft heads, which have no adapters, leave out outputs.
+        """
+        assert not first or self.lora is None
         begins = partial(first_row, first, self.num_outputs)
         planes = {name: x[begins(len(x)) :] for name, x in self.planes.items()}
         return replace(self, planes=planes, bias=None if self.bias is None else self.bias[first:])
@@ -70,7 +77,13 @@ class Matrix:
     def at(self, place: int) -> "Matrix":
         """Returns the weight of one layer of a stack, or of one expert of a layer."""
         planes = {name: x[place] for name, x in self.planes.items()}
-        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[place])
+        bias = None if self.bias is None else self.bias[place]
+        lora = None if self.lora is None else self.lora.at(place)
+        return replace(self, planes=planes, bias=bias, lora=lora)
+
+    def of_rows(self, rows: slice) -> "Matrix":
+        """Returns the weight with the adapters of some of the rows."""
+        return self if self.lora is None else replace(self, lora=self.lora.of_rows(rows))
 
 
 def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
@@ -133,6 +146,8 @@ def product(
     """
     weight = weight.rows(first)
     out = _multiplied(x, weight)
+    if weight.lora is not None:
+        out = adapted(out, x, weight.lora)
     return out if weight.bias is None else out + weight.bias
 
 
