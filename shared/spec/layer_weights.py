@@ -11,6 +11,7 @@ from shared.models.config import ModelConfig
 from shared.models.stacks import BIAS
 from shared.spec.experts import Experts, ParallelMLP
 from shared.spec.linear import Matrix
+from shared.spec.lora import LORA
 from shared.spec.per_layer import PerLayerTable
 
 Weights = Mapping[str, Any]
@@ -18,9 +19,10 @@ Weights = Mapping[str, Any]
 
 
 def matrix(weights: Weights, name: str, layer: int) -> Matrix:
-    """Returns the weight of one layer of a stack, with its bias."""
+    """Returns the weight of one layer of a stack, with its bias and the adapters of the rows."""
     stack = stored if isinstance(stored := weights[name], Matrix) else Matrix.plain(stored)
-    return replace(stack, bias=weights.get(f"{name}{BIAS}")).at(layer)
+    bias, lora = (weights.get(f"{name}{suffix}") for suffix in (BIAS, LORA))
+    return replace(stack, bias=bias, lora=lora).at(layer)
 
 
 def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.ndarray, " size"]:

@@ -19,12 +19,17 @@ parallelism `B` is sharded by outputs like `W`, and `A` is replicated.
 Source: LoRA, Hu et al. 2021, arXiv:2106.09685; DoRA, Liu et al. 2024, arXiv:2402.09353.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from shared.spec import layers
+
+LORA = "_lora"
+"""Suffix of the name of a weight's `RowAdapters` among the weights of a pass."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,35 @@ class RowAdapters:
     def of_rows(self, rows: slice) -> "RowAdapters":
         """Returns the operand for some of the rows."""
         return replace(self, slots=self.slots[rows])
+
+
+@dataclass(frozen=True)
+class BatchAdapters:
+    """Adapters of a batch.
+
+    Attributes:
+      weights: Adapters of each parameter that has some, by name; stacks of layers.
+      slots: Adapter slot of each request; 0 for none.
+    """
+
+    weights: Mapping[str, AdapterWeights]
+    slots: Int[np.ndarray, " B"]
+
+
+def with_adapters(
+    weights: Mapping[str, Any], lora: BatchAdapters | None, request: Int[np.ndarray, " R"]
+) -> Mapping[str, Any]:
+    """Returns the weights of a pass with the adapters of its rows.
+
+    Args:
+      weights: Arrays of the model by name.
+      lora: Adapters of the batch; None without.
+      request: Request of each row.
+    """
+    if lora is None:
+        return weights
+    slots = lora.slots[request]
+    return {**weights, **{f"{x}{LORA}": RowAdapters(y, slots) for x, y in lora.weights.items()}}
 
 
 def shrink(

@@ -36,6 +36,7 @@ from shared.spec.latent_attention import LatentWeights, latent_attention
 from shared.spec.layer_weights import Weights, experts_of, matrix, per_layer_table, scale
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
+from shared.spec.lora import BatchAdapters, with_adapters
 from shared.spec.mrope import mrope_section_map
 from shared.spec.parallel_experts import added_parallel_experts
 from shared.spec.per_layer import PerLayerInput
@@ -72,6 +73,7 @@ def prefill(
     shown: ImageEmbeds | None,
     mrope_positions: Int[np.ndarray, "T 3"] | None,
     window_page_tables: WindowPageTables,
+    lora: BatchAdapters | None = None,
 ) -> tuple[Forward, RecurrentState]:
     """Runs prompt chunks of several requests and advances their states.
 
@@ -84,10 +86,12 @@ def prefill(
       shown: Image embeddings; None for text.
       mrope_positions: M-RoPE positions; None to use the sequence positions.
       window_page_tables: See `AttentionRows`.
+      lora: Adapters of the requests; None without.
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
     mixer = RecurrentPrefill(config, weights, state, row_starts)
+    weights = with_adapters(weights, lora, rows.request)
     rows = replace(rows, mrope_positions=mrope_positions, window_page_tables=window_page_tables)
     passed = forward(config, weights, kv, rows, tokens, shown, mixer)
     return passed, RecurrentState(mixer.recurrent, mixer.window)
@@ -106,6 +110,7 @@ def verify(
     rows: int,
     delta: Int[np.ndarray, " B"] | None,
     window_page_tables: WindowPageTables,
+    lora: BatchAdapters | None = None,
 ) -> tuple[Forward, ReplayInputs]:
     """Verifies one draft tree per request without changing states or KV below the lengths.
 
@@ -117,6 +122,7 @@ def verify(
       rows: R, flat rows; those past the last node are padding.
       delta: M-RoPE position delta of each request; None for 0.
       window_page_tables: See `AttentionRows`.
+      lora: Adapters of the requests; None without.
 
     Returns:
       The pass over the flat rows, and the replay inputs for the accepted path.
@@ -128,6 +134,7 @@ def verify(
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)])
     row_of = draft_tree.flat_rows(row_starts, num_nodes, tokens.shape[1])
     mixer = RecurrentVerify(config, weights, state, parents, row_of, flat.request, node)
+    weights = with_adapters(weights, lora, flat.request)
     passed = forward(config, weights, kv, flat, tokens[flat.request, node], None, mixer)
     return passed, mixer.all_kept()
 
