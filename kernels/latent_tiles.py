@@ -9,7 +9,7 @@ from kernels.tile_tables import check_at_least, check_powers_of_two
 
 LATENT_COLUMNS = 128
 """Maximum latent columns of a loaded block in `latent_attention`."""
-COMBINED, COMBINED_COLUMNS, COMBINED_HEADS = 32, 8, 8
+COMBINED, COMBINED_COLUMNS, COMBINED_HEADS = 8, 4, 8
 """Splits that `latent_combine` loads per step, and columns and heads of a program."""
 SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
 """Maximum lanes and programs of tiles with several programs, which bound the partial results."""
