@@ -31,6 +31,7 @@ SMALLER_MAMBA2: dict[str, dict[str, Any]] = {
     "bamba": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "granitemoehybrid": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "nemotron_h": {"hybrid_override_pattern": "M*E", "num_hidden_layers": 3, "mamba_num_heads": 4},
 }
 
 
