@@ -141,9 +141,17 @@ def _fewer(config: dict[str, Any], layers: int) -> dict[str, Any]:
             changed[name] = min(value, own)
         elif name == "layer_types":
             changed[name] = value[:own]
+        elif name == "hybrid_override_pattern":
+            changed[name] = _with_all_kinds(value, own)
         elif isinstance(value, dict) and name != "vision_config":
             changed[name] = _fewer(value, layers)
     return changed
+
+
+def _with_all_kinds(pattern: str, count: int) -> str:
+    """Returns the first `count` neighbouring layers that have every kind of the pattern."""
+    parts = (pattern[i : i + count] for i in range(len(pattern)))
+    return next(part for part in parts if {*part} == {*pattern})
 
 
 def chosen(programs: Sequence[Program], is_brief: bool) -> list[Program]:

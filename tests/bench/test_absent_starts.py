@@ -29,6 +29,8 @@ def test_with_layers_truncates_model_and_head(tmp_path: Path) -> None:
     model = with_layers(SHAPES / "qwen3.5-9b", 4, tmp_path)
     assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 4
     assert with_layers(model, 4, tmp_path) == model
+    model = with_layers(SHAPES / "nemotron-3-nano", 4, tmp_path)
+    assert json.loads((model / "config.json").read_text())["hybrid_override_pattern"] == "MEM*"
     head = json.loads((with_layers(DEMO / "dflash", 8, tmp_path) / "config.json").read_text())
     assert head["num_target_layers"] == 8
     assert head["dflash_config"]["target_layer_ids"] == [1, 2, 3]

@@ -201,7 +201,12 @@ def test_dummy_head_has_kind_and_vocabulary_map(kind):
         assert 0.9 * target.vocab < ids[-1] < target.vocab
 
 
-BILLIONS = {"glm-4.7-flash": 30, "glm-4.7-flash-fp8": 30, "deepseek-v3-8-layers-fp8": 62}
+BILLIONS = {
+    "glm-4.7-flash": 30,
+    "glm-4.7-flash-fp8": 30,
+    "deepseek-v3-8-layers-fp8": 62,
+    "nemotron-3-nano": 31.6,
+}
 """Parameters of shapes without a size in their name; for layers of DeepSeek-V3, their sum."""
 
 
@@ -215,7 +220,7 @@ def test_public_model_shapes_can_be_served(name):
     is_fp8 = encoding == FP8Encoding(Granularity.BLOCK)
     assert is_fp8 == name.endswith("-fp8")
     checkpoint = DummyCheckpoint.of_model(config, encoding)
-    assert checkpoint.has_mtp(config) == name.startswith(("qwen3.5", "glm", "deepseek"))
+    assert checkpoint.has_mtp(config) == name.startswith(("qwen3.5", "glm", "deepseek", "nemotron"))
     kept = w8a16_of(checkpoint, parameters(config, False))
     is_packed = encoding is not None
     assert ("experts.down" in kept) == (is_packed and config.experts is not None)

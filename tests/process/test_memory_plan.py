@@ -205,6 +205,23 @@ def test_dense_fp8_weight_workspace_includes_dequantized_copy(framework):
     assert wide["weights"] - narrow["weights"] == 36 * (matrix - 2 * matrix // 128**2)
 
 
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_mamba2_states_cost_48_mb_a_request(ranks, framework):
+    """23 layers of 64 heads with 64 x 128 numbers, and three inputs of each convolution."""
+    config = config_from_folder(ROOT / "bench" / "shapes" / "nemotron-3-nano")
+    device, costs = Device("gpu", "one", 140 * GB), PLATFORMS[framework].costs
+    options = parse(["--tp-size", str(ranks), "--max-running-requests", "32"])
+    memory = plan(options, config, DrafterSpec.of_mtp(config), device, costs)
+    request = 23 * (64 * 64 * 128 * 4 + 3 * (4096 + 2 * 8 * 128) * 2) // ranks
+    assert request == 49_082_368 // ranks
+    lines, capacity = {line.name: line for line in memory.lines}, memory.capacity
+    assert lines["state"].num_bytes == 33 * request
+    assert lines["snapshots"].num_bytes == capacity.num_snapshots * request
+    assert lines["state"].detail.startswith(f"32 x {request:,} bytes")
+    assert "draft state" not in lines
+
+
 def test_plan_rings_have_entry_per_in_flight_step():
     memory = planned("torch", 140 * GB, "--overlap-depth 2")
     (line,) = (line for line in memory.lines if line.name == "plans and results")
