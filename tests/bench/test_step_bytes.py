@@ -68,7 +68,7 @@ def test_step_bytes_of_nemotron_3_nano():
     experts = 2688 * (128 + 6 * 2 * 1856 + 2 * 3712)
     weights = 23 * mamba + 6 * attention + 23 * experts + 131072 * 2688
     state, kv = 23 * 64 * 64 * 128 * 4, 1000 * 6 * 2 * 2 * 128 * 2
-    assert found == pytest.approx(2 * weights + 2 * state + kv, rel=2e-4)  # norms are left out
+    assert found == pytest.approx(2 * weights + 2 * state + kv, rel=2e-4)  # without norms
     with_mtp = blueprint_of(DrafterSpec.of_mtp(config), config)
     more = step_bytes(with_mtp, chain, 1, 1000) - step_bytes(
         blueprint_of(DrafterSpec.none(), config), chain, 1, 1000

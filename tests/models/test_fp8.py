@@ -192,7 +192,7 @@ def test_block_fp8_quantization_config_is_accepted(fields):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("quant_method", "modelopt"),
+        ("quant_method", "fbgemm_fp8"),
         ("fmt", "e5m2"),
         ("weight_block_size", [64, 64]),
         ("scale_fmt", "e5m3"),

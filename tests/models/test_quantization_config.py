@@ -72,7 +72,8 @@ def test_fp8_layout_progress_counts_values_and_scales(layout, tmp_path) -> None:
     for parameter in wanted:
         opened.load(parameter, np.float32, seen.append)
     stored = read_stored(tmp_path / "fp8" / FILE).items()
-    needed = [x.nbytes for name, (_, x) in stored if not name.endswith(fp8.OF_ACTIVATIONS)]
+    unused = (*fp8.OF_ACTIVATIONS, *fp8.OF_KV)
+    needed = [x.nbytes for name, (_, x) in stored if not name.endswith(unused)]
     assert sum(seen) == opened.num_bytes(wanted) == sum(needed)
 
 
@@ -176,7 +177,6 @@ def test_compressed_tensors_config_is_accepted(place, value) -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        ("quant_method", "modelopt"),
         ("quant_method", "bitsandbytes"),
         ("format", "marlin-24"),
         ("format", "int-quantized"),
@@ -253,3 +253,12 @@ def test_unsupported_fp8_config_names_field(field, value) -> None:
         stated = LAYOUTS[layout].stated | {field: value}
         with pytest.raises(ValueError, match=f"^quantization_config with {field}"):
             config_from_dict(STATED | {"quantization_config": stated})
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_modelopt_config_requires_fp8(algorithm: str) -> None:
+    stated = LAYOUTS["ModelOpt"].stated
+    assert config_from_dict(STATED | {"quantization_config": stated}) == config_from_dict(STATED)
+    other = STATED | {"quantization_config": stated | {"quant_algo": algorithm}}
+    with pytest.raises(ValueError, match=f"with quant_algo: '{algorithm}' is not supported; it"):
+        config_from_dict(other)

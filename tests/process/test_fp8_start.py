@@ -25,7 +25,15 @@ MIXTURE |= {"quantization_config": None, "vocab_size": 256, "moe_intermediate_si
 MODELS = {
     "experts": MIXTURE,
     "dense": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
+    **{
+        family: tiny_config(family, nested=False, with_mtp=family == "nemotron_h", tied=False)
+        | {"hidden_size": 128, "shared_intermediate_size": 128}
+        | {"moe_intermediate_size": 128, "moe_shared_expert_intermediate_size": 128}
+        for family in ("granitemoehybrid", "nemotron_h")
+    },
 }
+WITH_MTP = ("dense", "nemotron_h")
+"""Models with an MTP layer."""
 
 
 def line_of(folder: Path, *more: str) -> list[str]:
@@ -35,13 +43,22 @@ def line_of(folder: Path, *more: str) -> list[str]:
 
 CASES = [("experts", layout) for layout in LAYOUTS]
 CASES += [("dense", layout) for layout in ("compressed-tensors, channel", "Mistral")]
+CASES += [("nemotron_h", "ModelOpt"), ("granitemoehybrid", "compressed-tensors, channel")]
+MORE = [("nemotron_h", "compressed-tensors, block"), ("granitemoehybrid", "ModelOpt")]
+MORE += [("granitemoehybrid", "compressed-tensors, block")]
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *CASES,
+        *(pytest.param(model, layout, marks=pytest.mark.matrix) for model, layout in MORE),
+    ],
+)
 def test_fp8_layouts_match_dequantized_model(layout, model, tmp_path) -> None:
     write_fp8(tmp_path / "fp8", MODELS[model], LAYOUTS[layout])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
-    drafts = ("--speculative-algorithm", "NEXTN") if model == "dense" else ()
+    drafts = ("--speculative-algorithm", "NEXTN") if model in WITH_MTP else ()
     want = texts("reference", line_of(tmp_path / "wide", "--dtype", "float32"))
     assert len({token for text in want for token in text}) > 4
     assert texts("torch", line_of(tmp_path / "fp8", "--dtype", "float32", *drafts)) == want
@@ -94,9 +111,15 @@ def test_fp8_weights_kept_only_for_whole_rank_blocks(ranks, are_whole, tmp_path)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("layout", ["compressed-tensors, channel", "AutoFP8"])
-def test_jax_fp8_layouts_match_dequantized_model(layout, tmp_path) -> None:
-    write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS[layout])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(("experts", layout) for layout in ("compressed-tensors, channel", "AutoFP8")),
+        *CASES[-2:],
+    ],
+)
+def test_jax_fp8_layouts_match_dequantized_model(layout, model, tmp_path) -> None:
+    write_fp8(tmp_path / "fp8", MODELS[model], LAYOUTS[layout])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
     want = texts("reference", line_of(tmp_path / "wide", "--dtype", "float32"))
     assert texts("jax", line_of(tmp_path / "fp8", "--dtype", "float32")) == want

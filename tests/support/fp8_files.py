@@ -59,6 +59,7 @@ class Layout:
       end: Suffix of the names of scales.
       tensors_shape: Shape of a per-tensor scale.
       of_activations: Suffix of the activation scale stored next to each weight, or None.
+      has_kv_scales: True if scales of an FP8 KV cache are stored.
       stated: The `quantization_config`.
     """
 
@@ -68,7 +69,21 @@ class Layout:
     stated: dict[str, Any]
     tensors_shape: tuple[int, ...] = (1,)
     of_activations: str | None = None
+    has_kv_scales: bool = False
 
+
+_STATIC = {"dynamic": False, "num_bits": 8, "type": "float"}
+MODELOPT = {
+    "config_groups": {
+        "group_0": {"input_activations": _STATIC, "weights": _STATIC, "targets": ["Linear"]}
+    },
+    "ignore": ["lm_head", "backbone.layers.0.mixer.conv1d"],
+    "kv_cache_scheme": _STATIC,
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quant_algo": "FP8",
+    "quant_method": "modelopt",
+}
+"""A `quantization_config` as NVIDIA's Model Optimizer writes it."""
 
 LAYOUTS = {
     "compressed-tensors, block": Layout(
@@ -101,6 +116,12 @@ LAYOUTS = {
         tensors_shape=(),
         of_activations="activation_scale",
     ),
+    "ModelOpt": Layout(
+        *(Granularity.TENSOR, "F32", "_scale", MODELOPT),
+        tensors_shape=(),
+        of_activations="input_scale",
+        has_kv_scales=True,
+    ),
 }
 
 
@@ -117,6 +138,11 @@ def write_fp8(folder: Path, stated: dict[str, Any], layout: Layout) -> ModelConf
             numbers = weights[parameter.name][at].reshape(source.shape)
             if fp8.is_quantised(source.name):
                 tensors |= _quantised(source.name, numbers, layout)
+                if layout.has_kv_scales and source.name.endswith(
+                    ("k_proj.weight", "v_proj.weight")
+                ):
+                    module = source.name.removesuffix(".weight")
+                    tensors[f"{module}.{module[-6]}_scale"] = ("F32", np.float32([0.5]).reshape(()))
             else:
                 tensors[source.name] = ("F32", numbers)
     write_stored(folder / FILE, tensors)
@@ -142,28 +168,37 @@ def write_widened(source: Path, target: Path) -> None:
 
 
 def _spread(scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The scale of each weight of a matrix."""
+    """The scale of each weight of a matrix, or of a stack of matrices."""
     if scales.size == 1:
         return np.full(shape, scales.reshape(()))
+    if len(shape) > 2:
+        return np.stack([_spread(each, shape[1:]) for each in scales])
     if scales.shape == (shape[0], 1):
         return np.repeat(scales, shape[1], axis=1)
     return np.kron(scales, np.ones((fp8.BLOCK, fp8.BLOCK), np.float32))[: shape[0], : shape[1]]
 
 
-def _quantised(name: str, numbers: np.ndarray, layout: Layout) -> Stored:
-    shape = fp8.scale_shape(numbers.shape, layout.granularity)
+def _scales(numbers: np.ndarray, granularity: Granularity) -> np.ndarray:
+    """The largest weight of each block over the largest code."""
+    if numbers.ndim > 2:
+        return np.stack([_scales(each, granularity) for each in numbers])
+    shape = fp8.scale_shape(numbers.shape, granularity)
     rows, columns = (-(-x // y) for x, y in zip(numbers.shape, shape, strict=True))
-    if layout.granularity is Granularity.BLOCK:
+    if granularity is Granularity.BLOCK:
         rows = columns = fp8.BLOCK
     largest = np.zeros(shape, np.float32)
     for row, column in np.ndindex(*shape):
         block = numbers[row * rows : (row + 1) * rows, column * columns : (column + 1) * columns]
         largest[row, column] = np.abs(block).max()
-    scales = (largest / np.float32(448)).astype(KINDS[layout.kind])
+    return largest / np.float32(448)
+
+
+def _quantised(name: str, numbers: np.ndarray, layout: Layout) -> Stored:
+    scales = _scales(numbers, layout.granularity).astype(KINDS[layout.kind])
     codes = numbers / _spread(scales.astype(np.float32), numbers.shape)
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     if layout.granularity is Granularity.TENSOR:
-        scales = scales.reshape(layout.tensors_shape)
+        scales = scales.reshape((*numbers.shape[:-2], *layout.tensors_shape))
     found: Stored = {name: ("F8_E4M3", codes), f"{name}{layout.end}": (layout.kind, scales)}
     if layout.of_activations is not None:
         beside = f"{name.removesuffix('weight')}{layout.of_activations}"

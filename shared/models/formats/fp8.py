@@ -26,6 +26,8 @@ SCALE_SUFFIXES = ("_scale_inv", "_scale")
 
 OF_ACTIVATIONS = ("input_scale", "activation_scale")
 """Names of activation scales stored next to a weight, which are ignored."""
+OF_KV = ("k_proj.k_scale", "v_proj.v_scale")
+"""Names of scales of an FP8 KV cache, which are ignored: KV has the dtype of the model."""
 
 LARGEST = 448.0
 """Largest FP8 value."""
@@ -37,7 +39,7 @@ STORED = "F8_E4M3"
 
 QUANTISED = (
     *("_proj", "kv_a_proj_with_mqa", "in_proj_qkv", "in_proj_z", "in_proj_qkvz"),
-    *(".w1", ".w2", ".w3"),
+    *(".w1", ".w2", ".w3", "input_linear", "output_linear"),
 )
 """Suffixes of the names of modules that FP8 releases quantise."""
 

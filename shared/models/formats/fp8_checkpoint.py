@@ -1,7 +1,8 @@
 """FP8 in checkpoints: reader of the tensors, and spellings in `quantization_config`.
 
 `shared.models.formats.fp8` describes the tensors. `fp8` is the spelling of the releases of
-DeepSeek, Qwen and Mistral and of AutoFP8; `compressed-tensors` is the spelling of vLLM's tools.
+DeepSeek, Qwen and Mistral and of AutoFP8; `compressed-tensors` is the spelling of vLLM's tools;
+`modelopt` is that of NVIDIA's releases.
 """
 
 import math
@@ -33,8 +34,10 @@ class FP8Reader:
         return tuple(scales for scales in names if files.has(scales))[:1]
 
     def is_unused(self, name: str, files: TensorFiles) -> bool:
-        """Returns True for the activation scales of an FP8 weight."""
+        """Returns True for the activation scales of an FP8 weight, and for scales of KV."""
         module, _, last = name.rpartition(".")
+        if name.endswith(fp8.OF_KV):
+            return files.has(f"{module}.weight")
         return last in fp8.OF_ACTIVATIONS and bool(self.companions(f"{module}.weight", files))
 
     def check_unquantised(self, source: CheckpointTensor, files: TensorFiles) -> None:
@@ -105,6 +108,12 @@ SPELLINGS = (
         read=lambda stated: FP8Encoding(
             Granularity.BLOCK if stated.get("weight_block_size") else Granularity.TENSOR
         ),
+    ),
+    Spelling(
+        method="modelopt",
+        served={"quant_algo": ["FP8"]},
+        read=lambda stated: FP8Encoding(Granularity.TENSOR),
+        hints=("config_groups", "producer", "kv_cache_scheme"),
     ),
     CompressedTensors(
         formats=("float-quantized", "naive-quantized"),
