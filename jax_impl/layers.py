@@ -380,6 +380,6 @@ class VerifyMixer:
     ) -> tuple[RecurrentState, RecurrentState]:
         """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         (states, scratch), slots = self.carry, self._slots
-        has_kernel = _sizes(self._config).has_delta
-        commit = recurrent_layer.commit if has_kernel else recurrent_layer.plain_commit
-        return commit(states, snapshots, scratch.kept, slots, path, counts, save_after, save)
+        return recurrent_layer.commit(
+            states, snapshots, scratch.kept, slots, path, counts, save_after, save
+        )

@@ -1,4 +1,4 @@
-"""Tile classes of the GDN kernels; `kernels.tiles` reads them from the tables of a GPU."""
+"""Tile classes of GDN and Mamba2 kernels; `kernels.tiles` reads them from the tables of a GPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,10 +8,10 @@ from kernels.tile_tables import check_powers_of_two
 
 @dataclass(frozen=True, kw_only=True)
 class GDNLayerTiles:
-    """Tiles of `gdn_layer`.
+    """Tiles of `gdn_layer`, for GDN and Mamba2.
 
     Attributes:
-      columns: State columns of a program; all if a state has fewer.
+      columns: State columns of a program: all if a state has fewer, half for keys of 256.
       warps: Warps of the kernel for chains.
       tree_warps: Same for trees. A program holds the states of the trunk and of a branch, which
         are twice the registers of a chain's state.
@@ -19,8 +19,8 @@ class GDNLayerTiles:
       commit_columns, commit_warps: Same as `columns` and `warps`, for `commit`.
     """
 
-    sizes: ClassVar = ("nodes", "requests")
-    """Maximum nodes of a request, and number of requests."""
+    sizes: ClassVar = ("nodes", "requests", "delta")
+    """Maximum nodes of a request, number of requests, and 1 for GDN, 0 for Mamba2."""
 
     columns: int
     warps: int

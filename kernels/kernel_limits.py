@@ -6,7 +6,10 @@ HEAD_SIZES = (*range(16, 257, 16), 512)
 """Attention head dimensions: multiples of 16, the fewest columns that tensor cores support."""
 
 DELTA_SIZES = (16, 32, 64, 128)
-"""Key and value sizes of a GDN head."""
+"""Key and value sizes of a GDN head, and head sizes of Mamba2."""
+
+MAMBA2_STATE_SIZES = (*DELTA_SIZES, 256)
+"""State sizes of a Mamba2 head."""
 
 LATENT_COLUMNS = (512, 64)
 """Maximum columns of latents and of rope keys: shared memory of a block has two tiles of them."""

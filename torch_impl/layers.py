@@ -357,6 +357,4 @@ class VerifyMixer:
     ) -> None:
         """Advances the states along the accepted paths; see `recurrent_layer.commit`."""
         states, kept, slots = self._states, self._scratch.kept, self._slots
-        has_kernel = _sizes(self._config).has_delta
-        commit = recurrent_layer.commit if has_kernel else recurrent_layer.plain_commit
-        commit(states, snapshots, kept, slots, path, counts, save_after, save)
+        recurrent_layer.commit(states, snapshots, kept, slots, path, counts, save_after, save)

@@ -19,7 +19,6 @@ from shared.models.activation import SCALED_SILU
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
     AttentionConfig,
-    GatedDeltaConfig,
     LatentAttentionConfig,
     Mamba2Config,
 )
@@ -33,8 +32,9 @@ class KernelLimits:
     Attributes:
       head_sizes: Supported attention head sizes.
       latent_columns: Maximum columns of latents and of rope keys in latent attention.
-      delta_sizes: Supported key and value sizes of GDN heads.
-      max_nodes: Maximum nodes of a tree that GDN layers verify.
+      delta_sizes: Supported key and value sizes of GDN heads, and head sizes of Mamba2.
+      mamba2_state_sizes: Supported state sizes of Mamba2 heads.
+      max_nodes: Maximum nodes of a tree that recurrent layers verify.
       product_dtype: Dtype of the activations and weights of matrix products.
       experts_unit: Number that the widths of experts must be multiples of.
     """
@@ -42,6 +42,7 @@ class KernelLimits:
     head_sizes: tuple[int, ...]
     latent_columns: tuple[int, int]
     delta_sizes: tuple[int, ...]
+    mamba2_state_sizes: tuple[int, ...]
     max_nodes: int
     product_dtype: str
     experts_unit: int
@@ -107,14 +108,17 @@ def _latent_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program)
     return None
 
 
-def _delta_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+def _recurrent_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     for model in _models(blueprint):
-        delta = model.recurrent
-        if not isinstance(delta, GatedDeltaConfig) or program.work in WITHOUT_LAYERS:
+        if model.recurrent is None or program.work in WITHOUT_LAYERS:
             continue
-        for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
-            if size not in takes.delta_sizes:
-                return f"GDN {name} of size {sentence_list(takes.delta_sizes)}, got {size}"
+        heads, states = takes.delta_sizes, takes.mamba2_state_sizes
+        is_delta, (_, key, value) = model.recurrent.has_delta, model.recurrent.state_shape
+        names = ("GDN keys", "GDN values") if is_delta else ("Mamba2 states", "Mamba2 heads")
+        limits = zip(names, (key, value), (heads if is_delta else states, heads), strict=True)
+        for name, size, sizes in limits:
+            if size not in sizes:
+                return f"{name} of size {sentence_list(sizes)}, got {size}"
         if program.shape.nodes > takes.max_nodes:
             return f"trees of at most {takes.max_nodes} nodes, got {program.shape.nodes}"
     return None
@@ -146,11 +150,6 @@ def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -
         return _MAMBA2
     has_layers = any(model.recurrent is not None for model in _models(blueprint))
     return _dtype_fault(takes, blueprint, program) if has_layers else None
-
-
-def _mamba2_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
-    is_run = program.work not in (*WITHOUT_LAYERS, StepKind.PREFILL)
-    return _MAMBA2 if is_run and _has_mamba2(blueprint) else None
 
 
 _MAMBA2 = "recurrent layers with the gated delta rule, got Mamba2 layers"
@@ -220,9 +219,8 @@ OF_TOWERS = (
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
     Operation("latent_attention", _latent_fault, is_refused=True),
-    Operation("recurrent_layer", _delta_fault, is_refused=True),
+    Operation("recurrent_layer", _recurrent_fault, is_refused=True),
     Operation("recurrent_layer.prefill", _feed_fault, is_refused=False),
-    Operation("recurrent_layer.verify", _mamba2_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("parallel_experts", _parallel_experts_fault, is_refused=False),
@@ -238,8 +236,8 @@ OPERATIONS = (
 )
 """All operations whose kernels do not support every model and dtype.
 
-Float32, which serves comparisons, has kernels for attention and GDN decoding. Products, norms and
-GDN prefill fall back.
+Float32, which serves comparisons, has kernels for attention and for decoding of recurrent layers.
+Products, norms and prefill of recurrent layers fall back.
 """
 
 

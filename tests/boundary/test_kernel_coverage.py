@@ -19,6 +19,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
+from shared.models.mixers import MixerConfig
 from shared.options.options import Options
 from shared.process import loop
 from shared.process.device import Device
@@ -46,11 +47,15 @@ CONFIG = tiny_model("qwen3_5", 0, with_mtp=True)[0]
 def config_with(model: ModelConfig = CONFIG, /, **sizes: int) -> ModelConfig:
     """The model with changed sizes of its token mixers."""
 
-    def resized(layer: LayerConfig) -> LayerConfig:
-        names = {field.name for field in fields(layer.mixer)} & sizes.keys()
-        return replace(layer, mixer=replace(layer.mixer, **{name: sizes[name] for name in names}))
+    def resized(mixer: MixerConfig) -> MixerConfig:
+        names = {field.name for field in fields(mixer)} & sizes.keys()
+        return replace(mixer, **{name: sizes[name] for name in names})
 
-    return replace(model, layers=tuple(map(resized, model.layers)))
+    def resized_layer(layer: LayerConfig) -> LayerConfig:
+        parallel = None if layer.parallel is None else resized(layer.parallel)
+        return replace(layer, mixer=resized(layer.mixer), parallel=parallel)
+
+    return replace(model, layers=tuple(map(resized_layer, model.layers)))
 
 
 def fallbacks_of(
@@ -161,16 +166,36 @@ def test_float32_vision_encoder_counted_on_gpu(platform):
 
 @each_platform
 def test_mamba2_layers_counted_on_gpu(platform):
-    found = fallbacks_of(platform, config_with(tiny_model("bamba", 0)[0], head_size=16))
-    assert [each.name for each in found] == ["recurrent_layer.prefill", "recurrent_layer.verify"]
+    sizes = {"head_size": 16, "state_size": 16}
+    found = fallbacks_of(platform, config_with(tiny_model("bamba", 0)[0], **sizes))
+    assert [each.name for each in found] == ["recurrent_layer.prefill"]
     reason = "recurrent layers with the gated delta rule, got Mamba2 layers"
     assert {each.reason for each in found} == {reason}
 
 
 @each_platform
+def test_mamba2_sizes_have_kernels_or_raise(platform):
+    model = tiny_model("bamba", 0)[0]
+    sizes = [8, 16, 32, 64, 128, 192, 256]
+    for state, head in product(sizes, sizes):
+        if head not in HEADS:  # attention has heads of this size, too
+            continue
+        config = config_with(model, state_size=state, head_size=head)
+        if state in {*DELTA, 256} and head in DELTA:
+            fallbacks_of(platform, config)
+            continue
+        is_head = state in {*DELTA, 256}
+        name, size = ("heads", head) if is_head else ("states", state)
+        with pytest.raises(ValueError, match=f"Mamba2 {name} of size .*, got {size}; set CUDA"):
+            fallbacks_of(platform, config)
+
+
+@each_platform
 def test_mlp_multipliers_raise_on_gpu(platform):
     with pytest.raises(ValueError, match="MLPs without multipliers of gate and output"):
-        fallbacks_of(platform, config_with(tiny_model("falcon_h1", 0)[0], head_size=16))
+        fallbacks_of(
+            platform, config_with(tiny_model("falcon_h1", 0)[0], head_size=16, state_size=16)
+        )
 
 
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]

@@ -3,33 +3,30 @@
 The result of a node is bitwise equal to plain decoding, in every tree.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-import jax_impl.ops.recurrent.recurrent_layer
-import torch_impl.ops.recurrent.recurrent_layer
 from kernels.pallas_gpu.gdn import gdn_tree
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec import recurrent_mixer
 from shared.spec import recurrent_state as spec
-from tests.support.cases.gdn.recurrent_layer import TABLE, block_trees, parents_of
+from tests.support.cases.gdn.recurrent_layer import (
+    block_trees,
+    parents_of,
+)
 from tests.support.gdn_layer_kernels import (
     APART,
     CASES,
-    CUT,
-    HOW,
-    KERNEL_OF,
     LAYER,
-    MIX,
+    MAMBA2,
+    SHARED_KEYS,
     WHOLE,
     commit,
     found,
@@ -42,13 +39,10 @@ from tests.support.gdn_layer_kernels import (
 from tests.support.kernels import (
     INTERPRET,
     KERNELS,
-    bind_kernels,
     in_languages,
     in_pallas,
     share_arithmetic,
 )
-from tests.support.op_case import OpCase, as_list
-from tests.support.op_sides import SIDES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -57,10 +51,15 @@ FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 # Results have 8 bits; all before them is float32.
 HALF = {"rtol": 2**-8, "atol": 1e-5}
 each_language = pytest.mark.parametrize("language", KERNELS)
-SMALL_CASES = [case for case in TABLE if not case.is_large]
-each_case = pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+each_mixer = pytest.mark.parametrize("sizes", [SHARED_KEYS, MAMBA2], ids=["GDN", "Mamba2"])
 # Of Pallas: plain decoding, trees, and chains in the other sizes and precision.
-COMPILED = ("plain decoding", "trees", "chains of up to 4, unshared keys, half precision")
+COMPILED = (
+    "plain decoding",
+    "trees",
+    "chains of up to 4, unshared keys, half precision",
+    "Mamba2, plain decoding",
+    "Mamba2, trees",
+)
 
 
 def these(*names: str) -> pytest.MarkDecorator:
@@ -87,9 +86,9 @@ def test_gdn_layer_matches_spec(name: str, language: str) -> None:
         np.testing.assert_array_equal(got.recurrent, case.recurrent)
 
 
-@each_language
-def test_gdn_decode_advances_state_and_replay_conv_state(language: str) -> None:
-    case, got = CASES["plain decoding"], found(language, "plain decoding")
+@these("plain decoding", "Mamba2, plain decoding")
+def test_gdn_decode_advances_state_and_replay_conv_state(name: str, language: str) -> None:
+    case, got = CASES[name], found(language, name)
     is_run = case.counts > 0
     slots = case.slots[is_run]
     held = (case.recurrent[LAYER, slots], case.window[LAYER, slots])
@@ -108,8 +107,19 @@ def test_gdn_decode_advances_state_and_replay_conv_state(language: str) -> None:
     np.testing.assert_array_equal(moved[LAYER], want[LAYER])
 
 
+@each_language
+def test_mamba2_inputs_rounded_to_row_dtype(language: str) -> None:
+    got = mix(language, replace(CASES["Mamba2, trees"], half=True))
+    k, inputs = got.kept[0][LAYER], got.kept[-1][LAYER]
+    is_node = ~np.isnan(inputs[..., 0])
+    half = np.float16 if language == "triton" and INTERPRET else ml_dtypes.bfloat16
+    np.testing.assert_array_equal(k[is_node], k[is_node].astype(half).astype(np.float32))
+    exact = found(language, "Mamba2, trees").kept[0][LAYER]
+    np.testing.assert_allclose(k[is_node], exact[is_node], rtol=2**-8)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@these("chains of up to 5", "trees")
+@these("chains of up to 5", "trees", "Mamba2, trees")
 def test_gdn_layer_nan_request_preserves_other_requests(name: str, language: str) -> None:
     case, want = CASES[name], found(language, name)
     projected = case.projected.copy()
@@ -123,7 +133,7 @@ def test_gdn_layer_nan_request_preserves_other_requests(name: str, language: str
         np.testing.assert_array_equal(mine[:, 1:], theirs[:, 1:])
 
 
-@these("chains of up to 5", "trees", "plain decoding")
+@these("chains of up to 5", "trees", "plain decoding", "Mamba2, trees")
 def test_gdn_layer_row_is_batch_invariant(name: str, language: str) -> None:
     case, together = CASES[name], found(language, name)
     order = np.random.default_rng(3).permutation(len(case.counts))
@@ -156,16 +166,19 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 @each_language
 @pytest.mark.parametrize("is_tree", [CHAIN_OF_A_TREE, True], ids=["chain", "tree"])
-def test_gdn_verify_and_replay_bitwise_equal(is_tree: bool, language: str):
+@each_mixer
+def test_gdn_verify_and_replay_bitwise_equal(
+    sizes: RecurrentConfig, is_tree: bool, language: str
+) -> None:
     parents = [0, 0, 1, 1, 2, 0, 5] if is_tree else [0, 0, 1, 2, 3]
-    tree = make([len(parents)], 7, parents=[parents] if is_tree else None, padding=0)
+    tree = make([len(parents)], 7, sizes, parents=[parents] if is_tree else None, padding=0)
     paths = paths_of(parents) if is_tree else [[0, 1, 2, 3, 4], [0, 1, 2], [0]]
     verified = mix(language, tree)
     # A slot for each path, with the state of the one that was verified.
     B, W = len(paths), 5
     # XLA takes the root of a single number otherwise on a CPU.
     room = 2 if INTERPRET and language == "pallas" else 1
-    plain = make([1] * B, room, has_fields=False, padding=0)
+    plain = make([1] * B, room, sizes, has_fields=False, padding=0)
     plain = replace(plain, weights=tree.weights)
     states = [plain.recurrent, plain.window]
     for mine, own in zip(states, (tree.recurrent, tree.window), strict=True):
@@ -240,11 +253,14 @@ def test_gdn_tree_walk_visits_trunk_once() -> None:
 
 
 @each_language
-def test_gdn_replay_matches_spec(language: str) -> None:
-    given = replay_case()
+@each_mixer
+def test_gdn_replay_matches_spec(sizes: RecurrentConfig, language: str) -> None:
+    given = replay_case(sizes)
     held = spec.RecurrentState(given.recurrent[:, given.slots], given.window[:, given.slots])
     paths = (given.path, given.counts, given.save_after)
-    new, saved, passed = spec.replay(held, spec.ReplayInputs(*given.kept), *paths)
+    k, v, log_decay, *beta, inputs = given.kept
+    kept = spec.ReplayInputs(k, v, log_decay, beta[0] if beta else None, inputs)
+    new, saved, passed = spec.replay(held, kept, *paths)
     passed &= given.save > 0
     np.testing.assert_array_equal(passed, [True, True, False, False, False, False])
     want = [x.copy() for x in given[:4]]
@@ -297,11 +313,14 @@ def sum_by_halves(x: np.ndarray) -> np.ndarray:
 CUT_OTHERWISE = {
     "chains of up to 4, unshared keys, half precision": WHOLE,
     **dict.fromkeys(("plain decoding", "chains of up to 5", "trees"), APART),
+    **dict.fromkeys(("Mamba2, plain decoding", "Mamba2, trees"), APART),
     "single nodes, unshared keys": APART,
 }
 
 
-@pytest.mark.parametrize(("language", "name"), in_languages(CUT_OTHERWISE, {"trees"}))
+@pytest.mark.parametrize(
+    ("language", "name"), in_languages(CUT_OTHERWISE, {"trees", "Mamba2, trees"})
+)
 def test_gdn_layer_bits_independent_of_tile_config(name: str, language: str) -> None:
     cut, other = found(language, name), mix(language, CASES[name], CUT_OTHERWISE[name])
     mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
@@ -344,100 +363,8 @@ def test_gdn_layer_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_gdn_replay_kernels_bitwise_equal(one_arithmetic) -> None:
-    given = replay_case()
+@each_mixer
+def test_gdn_replay_kernels_bitwise_equal(sizes: RecurrentConfig, one_arithmetic) -> None:
+    given = replay_case(sizes)
     for ours, theirs in zip(*(replayed(name, given) for name in KERNELS), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-SIZES = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128)
-
-
-def shapes(N: int, has_fields: bool) -> dict:
-    """Returns the shapes of a model's layers, as arguments of `verify`."""
-    L, B, H, K, V, C = 3, 2, SIZES.num_value_heads, SIZES.key_size, SIZES.value_size, SIZES.channels
-    of = jax.ShapeDtypeStruct
-    half, single, ints = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32, jnp.int32))
-    fields = ((H, K), (H, V), (H,), (H,)) if has_fields else ()
-    return {
-        "projected": half((B * N, C + H * V + 2 * H)),
-        "conv": half((C, 4)),
-        **{name: single((H,)) for name in ("a_log", "dt_bias")},
-        "norm": single((V,)),
-        "recurrent": single((L, 4, H, K, V)),
-        "window": half((L, 4, spec.WINDOW, C)),
-        **{"layer": ints((1,)), "slots": ints((B,)), "row_starts": ints((B + 1,))},
-        "kept": [*(single((L, B, N, *shape)) for shape in fields), half((L, B, N, C))],
-        "arrivals": ints((B, H)),
-    }
-
-
-LOWERED = ((4, 4), (6, 6), (16, 6))
-
-
-@pytest.mark.parametrize(
-    ("N", "W"),
-    [(1, 1), *(pytest.param(N, W, marks=pytest.mark.matrix) for N, W in LOWERED), (64, 4)],
-)
-def test_pallas_gdn_layer_lowers_for_gpu(N: int, W: int) -> None:
-    # The interpreter accepts operations and sizes that the lowering rejects.
-    kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)
-    tree = jax.ShapeDtypeStruct((2, N), ints)
-    rows = dict.fromkeys(("slots", "counts", "save_after", "save"), given["slots"])
-    states = {name: given[name] for name in ("recurrent", "window")}
-    saved = {f"saved_{name}": x for name, x in states.items()}
-    path = {"path": jax.ShapeDtypeStruct((2, W), ints), "kept": given["kept"]}
-    programs = [(kernels["commit"], HOW, states | saved | rows | path, 1)]
-    for parents, (tiles, launches) in product((None, tree)[: 1 + (N > 1)], ((CUT, 1), (APART, 2))):
-        arrays = given | {"parents": parents}
-        programs.append((kernels["verify"], MIX | {"tiles": tiles}, arrays, launches))
-    for kernel, how, arrays, launches in programs:
-        program = jax.jit(partial(kernel, **how)).trace(**arrays)
-        lowered = program.lower(lowering_platforms=("cuda",)).as_text()
-        assert lowered.count("__gpu$xla.gpu.triton") == launches
-
-
-def test_gdn_layer_kernels_same_signature() -> None:
-    for kernel in ("verify", "commit"):
-        names = [list(inspect.signature(own[kernel]).parameters) for own in KERNEL_OF.values()]
-        assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
-
-
-def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:
-    """Returns the operation with its kernels bound, as on a GPU, and its arguments."""
-    impl = {"pallas": jax_impl, "triton": torch_impl}[language]
-    bind_kernels(monkeypatch, impl.ops, KERNELS[language])
-    ops = impl.ops.recurrent.recurrent_layer
-    kernel, plain = (getattr(ops, f"{kind}_{case.function}") for kind in ("kernel", "plain"))
-    side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
-    operation = partial(kernel, impl.ops.KERNELS)
-    if language == "pallas":
-        operation = impl.ops.kernel_or_reference(kernel, plain)
-    return operation, side.placed(case, case.arguments(0))
-
-
-@each_case
-def test_jax_gdn_layer_kernel_lowered_for_gpu_only(case: OpCase, monkeypatch) -> None:
-    operation, (first, *others) = bound(monkeypatch, "pallas", case)
-    traced = jax.jit(lambda first: operation(first, *others)).trace(first)
-    launched = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
-        for platform in ("cpu", "cuda")
-    }
-    assert launched == {"cpu": 0, "cuda": 1}
-
-
-@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@each_case
-def test_torch_gdn_layer_kernel_matches_spec(case: OpCase, monkeypatch) -> None:
-    operation, placed = bound(monkeypatch, "triton", case)
-    found = operation(*placed)
-    got = [np.asarray(x.cpu()) for x in as_list(found)]
-    if case.function == "commit":  # slot 0 receives unused results
-        wanted = case.specified(case.arguments(0), None)
-        pairs = [(x[:, 1:], y[:, 1:]) for x, y in zip(got, wanted, strict=True)]
-    else:
-        wanted = case.specified(case.arguments(0), np.arange(len(got[0])))
-        pairs = list(zip(got, wanted, strict=True))
-    for x, y in pairs:
-        np.testing.assert_allclose(x, y, **FLOAT32)

@@ -19,11 +19,12 @@ from shared.spec import gated_delta
 from shared.spec.reduction_order import SQUARES
 from tests.support.cases.gdn.gdn_prefill import TABLE
 from tests.support.cases.gdn.recurrent_layer import MODEL, SMALL
-from tests.support.gdn_layer_kernels import EPS, LAYER, SHARED_KEYS, WEIGHTS
+from tests.support.gdn_layer_kernels import EPS, LAYER, SHARED_KEYS
 from tests.support.gdn_prefill_kernels import (
     CASES,
     STATES,
     TILES,
+    WEIGHTS,
     Case,
     Found,
     alone,

@@ -1,6 +1,6 @@
-"""Gated-delta layers and replays by the kernels of both languages, on random requests."""
+"""GDN and Mamba2 layers and replays by the kernels of both languages, on random requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from kernels.gdn_tiles import GDNLayerTiles
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig, Mamba2Config, RecurrentConfig
+from shared.models.mixers.mamba2 import OutputNorm
 from shared.spec import recurrent_mixer
 from shared.spec import recurrent_state as spec
 from shared.spec.reduction_order import SQUARES
@@ -19,9 +20,21 @@ from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 
 EPS = 1e-6
 LAYER, LAYERS = 1, 2
-WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
+HALVES = ("projected", "window", "conv", "conv_bias")
+WEIGHTS = ("conv", "conv_bias", "a_log", "dt_bias", "skip", "norm")
 SHARED_KEYS = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=32, value_size=16)
 OWN_KEYS = GatedDeltaConfig(num_key_heads=4, num_value_heads=4, key_size=16, value_size=32)
+MAMBA2 = Mamba2Config(
+    num_heads=4,
+    head_size=16,
+    num_groups=2,
+    state_size=32,
+    conv_bias=True,
+    input_bias=False,
+    out_bias=False,
+    norm=OutputNorm.AFTER_GATE,
+    norm_size=32,
+)
 CUT, WHOLE = (
     GDNLayerTiles(
         columns=columns,
@@ -49,7 +62,7 @@ class Case:
       half: Whether rows and windows are in half precision.
     """
 
-    sizes: GatedDeltaConfig
+    sizes: RecurrentConfig
     projected: np.ndarray
     weights: recurrent_mixer.RecurrentWeights
     recurrent: np.ndarray
@@ -67,9 +80,9 @@ class Case:
 
     def kept(self) -> list[np.ndarray]:
         """Returns arrays for the replay inputs, filled with NaN."""
-        heads, C = self.sizes.num_value_heads, self.sizes.channels
-        fields = ((heads, self.sizes.key_size), (heads, self.sizes.value_size), (heads,), (heads,))
-        shapes = (*(fields if self.has_fields else ()), (C,))
+        heads, K, V = self.sizes.state_shape
+        fields = ((heads, K), (heads, V), (heads,), *[(heads,)] * self.sizes.has_delta)
+        shapes = (*(fields if self.has_fields else ()), (self.sizes.channels,))
         lead = (LAYERS, len(self.counts), self.nodes)
         return [np.full((*lead, *shape), np.nan, np.float32) for shape in shapes]
 
@@ -78,7 +91,7 @@ class Case:
         names = ("projected", "recurrent", "window", "slots", "row_starts", "parents")
         weights = {name: getattr(self.weights, name) for name in WEIGHTS}
         own = {name: getattr(self, name) for name in names}
-        arrivals = np.zeros((len(self.counts), self.sizes.num_value_heads), np.int32)
+        arrivals = np.zeros((len(self.counts), self.sizes.state_shape[0]), np.int32)
         return own | weights | {"kept": self.kept(), "arrivals": arrivals}
 
 
@@ -98,7 +111,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def make(
     counts: Sequence[int],
     nodes: int,
-    sizes: GatedDeltaConfig = SHARED_KEYS,
+    sizes: RecurrentConfig = SHARED_KEYS,
     *,
     parents: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
@@ -107,22 +120,23 @@ def make(
 ) -> Case:
     """Random numbers; outside the layer and the slots of the requests there are none."""
     rng = np.random.default_rng(seed)
-    (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
+    (H, K, V), C, has_delta = sizes.state_shape, sizes.channels, sizes.has_delta
     B = len(counts)
     slots = (1 + rng.permutation(B + 1)[:B]).astype(np.int32)
     recurrent = np.full((LAYERS, B + 2, H, K, V), np.nan, np.float32)
     window = np.full((LAYERS, B + 2, spec.WINDOW, C), np.nan, np.float32)
     recurrent[LAYER, slots] = rng.standard_normal((B, H, K, V)) / 4
     window[LAYER, slots] = rounded(rng.standard_normal((B, spec.WINDOW, C)))
-    projected = rng.standard_normal((sum(counts) + padding, C + H * V + 2 * H), np.float32)
+    width = C + H * V + (1 + has_delta) * H
+    projected = rng.standard_normal((sum(counts) + padding, width), np.float32)
     weights = recurrent_mixer.RecurrentWeights(
         conv=rounded(rng.standard_normal((C, 4), np.float32)),
-        conv_bias=None,
+        conv_bias=None if has_delta else rounded(rng.standard_normal(C, np.float32)),
         a_log=rng.uniform(-2, 1, H).astype(np.float32),
         # So that the log of the decay is small, medium and linear.
         dt_bias=np.linspace(-11, 25, H, dtype=np.float32),
-        skip=None,
-        norm=rng.standard_normal(V).astype(np.float32),
+        skip=None if has_delta else rng.standard_normal(H).astype(np.float32),
+        norm=rng.standard_normal(V).astype(np.float32) if has_delta else None,
         eps=EPS,
     )
     # A spare node's parent means nothing: it is one that does not exist.
@@ -142,11 +156,11 @@ def random_tree(rng: np.random.Generator, count: int) -> list[int]:
     return [0, *(int(rng.integers(node)) for node in range(1, count))]
 
 
-def tree_case() -> Case:
+def tree_case(sizes: RecurrentConfig = SHARED_KEYS) -> Case:
     """A chain and a star among random trees."""
     rng = np.random.default_rng(1)
     trees = [random_tree(rng, 7), [0, 0, 0, 0, 0], [0, 0, 1, 2, 3, 4, 5], [0], [], [0, 0, 1, 1, 0]]
-    return make([len(tree) for tree in trees], 7, parents=trees)
+    return make([len(tree) for tree in trees], 7, sizes, parents=trees)
 
 
 def deep_tree(count: int) -> list[int]:
@@ -161,6 +175,9 @@ CASES = {
     "chains of up to 4, unshared keys, half precision": make([4, 3], 4, OWN_KEYS, half=True),
     "trees": tree_case(),
     "a tree of 40 in half precision": make([40], 40, parents=[deep_tree(40)], half=True),
+    "Mamba2, plain decoding": make([1, 0, 1], 1, MAMBA2, has_fields=False),
+    "Mamba2, chains of up to 4": make([4, 3], 4, MAMBA2),
+    "Mamba2, trees": tree_case(MAMBA2),
 }
 
 
@@ -177,13 +194,17 @@ def pallas_program(name: str, tiles: GDNLayerTiles = CUT) -> Callable:
     return jax.jit(kernel, compiler_options=AS_WRITTEN)
 
 
+def stacks_of(own: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Weights of all layers, of which only one has numbers."""
+    found = {k: own[k] for k in WEIGHTS if own[k] is not None}
+    return {k: np.stack([np.full_like(x, np.nan), x]) for k, x in found.items()}
+
+
 def mix_in_pallas(case: Case, tiles: GDNLayerTiles) -> Found:
     own = case.arrays()
-    # Weights of all layers.
-    stacks = {k: np.stack([np.full_like(own[k], np.nan), own[k]]) for k in WEIGHTS}
-    given = jax.tree.map(jnp.asarray, own | stacks)
+    given = jax.tree.map(jnp.asarray, own | stacks_of(own))
     if case.half:
-        given |= {k: given[k].astype(jnp.bfloat16) for k in ("projected", "window", "conv")}
+        given |= {k: given[k].astype(jnp.bfloat16) for k in HALVES if given[k] is not None}
         given["kept"][-1] = given["kept"][-1].astype(jnp.bfloat16)
     layer = jnp.full(1, LAYER, jnp.int32)
     out, recurrent, kept, arrivals = pallas_program("verify", tiles)(layer=layer, **given)
@@ -201,9 +222,8 @@ def mix_in_triton(case: Case, tiles: GDNLayerTiles) -> Found:
     half = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else None
     own = case.arrays()
     *fields, inputs = own.pop("kept")
-    halves = ("projected", "window", "conv")
     given = {
-        k: None if v is None else on_device(v, half if k in halves else None)
+        k: None if v is None else on_device(v, half if k in HALVES else None)
         for k, v in own.items()
     }
     kept = [*map(on_device, fields), on_device(inputs, half)]
@@ -275,17 +295,17 @@ def specified(case: Case) -> tuple[np.ndarray, list[np.ndarray]]:
     held = (case.recurrent[LAYER, case.slots], case.window[LAYER, case.slots])
     weights, where = (case.weights, case.sizes), (parents, row_of, request, of_row)
     out, kept = recurrent_mixer.recurrent_verify_tree(case.projected, *weights, *held, *where)
-    kept = [x[0] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)]
+    kept = [x[0] for x in vars(kept).values() if x is not None]
     return np.where((rows < starts[-1])[:, None], out, 0), kept
 
 
-def replay_case() -> Replay:
+def replay_case(sizes: RecurrentConfig = SHARED_KEYS) -> Replay:
     """Paths of trees of 6 nodes, with snapshots on the way, past its end, and of nowhere."""
-    rng, sizes = np.random.default_rng(5), SHARED_KEYS
-    H, K, V, C = sizes.num_value_heads, sizes.key_size, sizes.value_size, sizes.channels
+    rng, (H, K, V), C = np.random.default_rng(5), sizes.state_shape, sizes.channels
     B, N, states, snapshots = 6, 6, 8, 4
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     k = draw(LAYERS, B, N, H, K)
+    beta = rng.uniform(0, 1, (LAYERS, B, N, H)).astype(np.float32)
     ints = {
         "slots": [3, 1, 6, 2, 5, 7],
         "path": [[0, 1, 4, 5], [0, 2, 5, 0], [0, 3, 0, 0], 4 * [0], [0, 2, 3, 4], [0, 1, 0, 0]],
@@ -302,7 +322,7 @@ def replay_case() -> Replay:
             k / np.linalg.norm(k, axis=-1, keepdims=True),
             draw(LAYERS, B, N, H, V),
             -rng.uniform(0, 1, (LAYERS, B, N, H)).astype(np.float32),
-            rng.uniform(0, 1, (LAYERS, B, N, H)).astype(np.float32),
+            *[beta][: sizes.has_delta],
             draw(LAYERS, B, N, C),
         ],
         **{name: np.array(x, np.int32) for name, x in ints.items()},

@@ -17,10 +17,11 @@ from shared.spec import recurrent_layer as spec
 from shared.spec.recurrent_mixer import RecurrentWeights
 from shared.spec.recurrent_state import WINDOW, RecurrentState
 from shared.spec.reduction_order import SQUARES
-from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS, WEIGHTS
+from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 
 TILES = GDNPrefillTiles(columns=32, warps=4, stages=2, prepare_warps=4, rows=64, row_warps=4)
+WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
 STATES = ("recurrent", "window", "saved_recurrent", "saved_window")
 HALVES = ("projected", "conv", "window", "saved_window")
 

@@ -210,17 +210,15 @@ def kernel_verify(
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], RecurrentState, VerifyScratch]:
     """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
-    if not sizes.has_delta:
-        keeps_nodes = isinstance(scratch.kept, ReplayInputs)
-        plain_operation = plain_verify if keeps_nodes else plain_decode
-        return plain_operation(inputs, weights, sizes, states, layer, slots, nodes, scratch)
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
         inputs,
         conv=weights.conv,
+        conv_bias=weights.conv_bias,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        norm=weights.norm,
+        skip=weights.skip,
+        norm=weights.norm if sizes.has_delta else None,
         recurrent=states.recurrent,
         window=states.window,
         layer=operand(layer),
@@ -231,13 +229,10 @@ def kernel_verify(
         arrivals=scratch.arrivals,
         eps=weights.eps,
         digits=SQUARES.digits,
-        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
+        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B, delta=int(sizes.has_delta)),
     )
-    return (
-        out,
-        RecurrentState(recurrent, states.window),
-        VerifyScratch(_kept_of_arrays(kept), arrivals),
-    )
+    kept = jax.tree.unflatten(jax.tree.structure(scratch.kept), kept)
+    return out, RecurrentState(recurrent, states.window), VerifyScratch(kept, arrivals)
 
 
 verify = kernel_or_reference(kernel_verify, plain_verify)
@@ -309,9 +304,10 @@ def kernel_commit(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[RecurrentState, RecurrentState]:
+    delta = int(not isinstance(kept, ReplayInputs) or kept.beta is not None)
     *new, recurrent, window = kernels.gdn_commit.commit(
         *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
-        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
+        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots), delta=delta),
     )
     return RecurrentState(*new), RecurrentState(recurrent, window)
 
@@ -321,9 +317,3 @@ commit = kernel_or_reference(kernel_commit, plain_commit)
 
 def _arrays_of(kept: ReplayInputs | jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(kept))
-
-
-def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> ReplayInputs | jax.Array:
-    """Inverts `_arrays_of`."""
-    *fields, inputs = arrays
-    return ReplayInputs(*arrays) if fields else inputs

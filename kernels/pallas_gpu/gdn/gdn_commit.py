@@ -1,4 +1,4 @@
-"""State commit of gated delta net layers: replay of accepted paths (Pallas, Triton backend)."""
+"""State commit of GDN and Mamba2 layers: replay of accepted paths (Pallas, Triton backend)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from kernels.gdn_tiles import GDNLayerTiles
 from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, States
 from kernels.pallas_gpu.gdn.gdn_tree import advanced, barrier, kept_of
+from kernels.recurrent_sizes import columns_of, sizes_of
 
 
 class Paths(NamedTuple):
@@ -60,9 +61,10 @@ def commit(
     Returns:
       The states and the snapshots after the writes.
     """
-    columns = min(tiles.commit_columns, recurrent.shape[4])
     caches = (States(recurrent, window), States(saved_recurrent, saved_window))
     *fields, inputs = kept
+    has = {"has_delta": len(fields) == 4, "has_bias": False}  # Mamba2 has no beta
+    columns = columns_of(tiles.commit_columns, sizes_of(recurrent.shape, window.shape, **has))
     states, snapshots = pl.pallas_call(
         partial(_commit_kernel, columns=columns, interpret=interpret),
         grid=(recurrent.shape[2] * (recurrent.shape[4] // columns), len(slots), len(recurrent)),
@@ -98,7 +100,8 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
         def advance(i, state):
             at = (layer, request, paths.nodes[request, i], head)
             k, v = kept.k[(*at, slice(None))], kept.v[(*at, column)]
-            log_decay, beta = kept.log_decay[at], kept.beta[at]
+            log_decay = kept.log_decay[at]
+            beta = None if kept.beta is None else kept.beta[at]
             state = advanced(state, k, v, log_decay, beta)
 
             @pl.when(is_saved & (save_after == i + 1))

@@ -1,10 +1,12 @@
-"""Gated delta net decoding and tree verification between the two GEMMs (Pallas, Triton backend).
+"""Decoding and tree verification of GDN and Mamba2 layers between the two GEMMs (Pallas, Triton
+backend).
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
 recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
-bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
-all outputs of the head. Sums over keys use `sum_by_halves`.
+bitwise equal to plain decoding. In GDN the last program of a head to arrive applies the gated norm
+to all outputs of the head. In Mamba2 the norm spans heads, and each program writes its outputs.
+Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,9 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
     gated_norm,
     gates,
     of_layer,
+    rounded,
     sum_by_halves,
+    time_steps,
     unit,
 )
 from kernels.pallas_gpu.gdn.gdn_tree import (
@@ -42,6 +46,7 @@ from kernels.pallas_gpu.gdn.gdn_tree import (
     visit,
     walk,
 )
+from kernels.recurrent_sizes import columns_of, sizes_of
 
 ROWS = 4
 """Rows normalised at once; more would take registers from the recurrence."""
@@ -64,19 +69,25 @@ class GDNRequests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch buffers of programs: node queries, their outputs and arrival counters."""
+    """Scratch buffers of programs: node queries, their outputs and arrival counters.
+
+    Mamba2 has the skip terms of the outputs in `skipped` and writes outputs to their rows.
+    """
 
     q: Any
     read: Any
+    skipped: Any
     arrivals: Any
 
 
 def verify(
     projected: Float[jax.Array, "R outputs"],
     conv: Float[jax.Array, "*L C 4"],
+    conv_bias: Float[jax.Array, "*L C"] | None,
     a_log: Float[jax.Array, "*L H"],
     dt_bias: Float[jax.Array, "*L H"],
-    norm: Float[jax.Array, "*L V"],
+    skip: Float[jax.Array, "*L H"] | None,
+    norm: Float[jax.Array, "*L V"] | None,
     recurrent: Float[jax.Array, "L states H K V"],
     window: Float[jax.Array, "L states 3 C"],
     layer: Int[jax.Array, " 1"],
@@ -100,16 +111,17 @@ def verify(
 
     Args:
       projected: See `shared.spec.recurrent_state.split_inputs`.
-      conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
+      conv, conv_bias, a_log, dt_bias, skip, norm: Weights of the layer, or of all layers. GDN has a
+        norm, and Mamba2 a skip weight instead.
       eps: Epsilon of the norm.
       recurrent, window, layer: States of all layers, and the index of the layer to read. It is an
         operand, because XLA compiles kernels of equal text once.
       slots: State slot of each request; distinct in plain decoding, except for padding.
       row_starts: First flat row of each request, and the end; later rows are padding.
       parents: Parent of each tree node; None for chains.
-      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`. With
-        `inputs` alone, each request has one node (plain decoding) and its recurrent state is
-        advanced.
+      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`, for Mamba2
+        without `beta`. With `inputs` alone, each request has one node (plain decoding) and its
+        recurrent state is advanced.
       arrivals: Arrival counters of programs, all zero.
       digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
       tiles: Tile config.
@@ -122,7 +134,10 @@ def verify(
     (R, (B, N)), (H, K, V) = (len(projected), kept[-1].shape[1:3]), recurrent.shape[2:]
     advances, of = len(kept) == 1, jax.ShapeDtypeStruct
     single = partial(of, dtype=jnp.float32)
-    settings = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
+    has = {"has_delta": skip is None, "has_bias": conv_bias is not None}
+    sizes = sizes_of(recurrent.shape, window.shape, **has)
+    settings = {"sizes": sizes, "advances": advances, "eps": eps, "digits": digits}
+    settings["interpret"] = interpret
 
     def launch(columns, warps, reads, makes, writes):
         """Launches a kernel; returns its outputs and the arrays that it updates, by name."""
@@ -138,20 +153,27 @@ def verify(
         return made | written
 
     reads = {"projected": projected, "window": window, "layer": layer}
-    reads |= GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
-    requests = GDNRequests(slots=slots, starts=row_starts, parents=parents)._asdict()
-    reads |= {name: x for name, x in requests.items() if x is not None}
-    rows, results = {"q": single((B, N, H, K))}, {"read": single((B, N, H, V))}
-    results["out"] = of((R, H * V), projected.dtype)
+    weights = GDNLayerWeights(
+        conv=conv, conv_bias=conv_bias, a_log=a_log, dt_bias=dt_bias, skip=skip, norm=norm
+    )
+    requests = GDNRequests(slots=slots, starts=row_starts, parents=parents)
+    given = weights._asdict() | requests._asdict()
+    reads |= {name: x for name, x in given.items() if x is not None}
+    rows, results = {"q": single((B, N, H, K))}, {"out": of((R, H * V), projected.dtype)}
+    if sizes.has_delta:
+        results["read"] = single((B, N, H, V))
+    else:
+        rows["skipped"] = single((B, N, H, V))
     *fields, inputs = kept
     written = {name: x for name, x in kept_of(fields, inputs)._asdict().items() if x is not None}
     updated = {"arrivals": arrivals}
     (updated if advances else reads)["recurrent"] = recurrent
-    main = (min(tiles.columns, V), tiles.warps if parents is None else tiles.tree_warps)
+    main = (columns_of(tiles.columns, sizes), tiles.warps if parents is None else tiles.tree_warps)
     if tiles.prepare_warps:
         if advances:
             rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}
-            rows |= dict.fromkeys(("log_decay", "beta"), single((1, B, N, H)))
+            gates_of = ("log_decay", "beta")[: 1 + sizes.has_delta]
+            rows |= dict.fromkeys(gates_of, single((1, B, N, H)))
         done = launch(V, tiles.prepare_warps, reads, rows, written)
         done |= launch(*main, reads | done, results, updated)
     else:
@@ -165,7 +187,7 @@ def _record_of(record: type[Record], refs: dict[str, Any]) -> Record:
     return record._make(refs.get(name) for name in record._fields)
 
 
-def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, interpret):
+def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, digits, interpret):
     """One program per block of state columns of a value head, and request.
 
     It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
@@ -179,7 +201,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     )
     kept, scratch = _record_of(NodeReplay, refs), _record_of(Scratch, refs)
     projected_ref = refs["projected"]
-    (_, N, H, K), V, first_gate = scratch.q.shape, weights.norm.shape[-1], states.window.shape[3]
+    N, H, K, V, key_heads = scratch.q.shape[1], sizes.H, sizes.K, sizes.V, sizes.key_heads
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
     head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
     request, layer = pl.program_id(1), refs["layer"][0]
@@ -198,6 +220,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
         inputs = Inputs(
             projected=projected_ref,
+            first=sizes.channels,
             window=states.window,
             layer=layer,
             slot=slot,
@@ -205,55 +228,77 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
             count=count,
         )
         places = places_of(node, count, requests.parents, request)
-        key_heads = (first_gate - H * V) // (2 * K)
         group = H // key_heads
         key_head = lax.div(head, group)
         at, keeps_key = (request, node[:, None]), (lax.rem(head, group) == 0) & (part == 0)
 
         def convolve(first, lanes, is_kept=None):
             channel = (first + lanes)[None, :]
-            raw, x = convolved(inputs, weights.conv, places, channel)
+            raw, x = convolved(inputs, weights, places, channel)
             to = kept.inputs.at[(layer, *at, channel)]
             keep_raw = partial(pltriton.store, to, raw, mask=keep)
             keep_raw() if is_kept is None else pl.when(is_kept)(keep_raw)
             return x
 
         # Each program stores all that it reloads, which frees registers for the next tensor.
-        q = unit(convolve(key_head * K, key, keeps_key), digits) * (K**-0.5)
+        q = convolve(sizes.q + key_head * K, key, keeps_key)
+        q = unit(q, digits) * (K**-0.5) if sizes.has_delta else rounded(q, projected_ref)
         if not is_only:
             pltriton.store(scratch.q.at[(*at, head, key[None, :])], q, mask=keep)
-        k = unit(convolve((key_heads + key_head) * K, key, keeps_key), digits)
+        k = convolve(sizes.k + key_head * K, key, keeps_key)
+        k = unit(k, digits) if sizes.has_delta else rounded(k, projected_ref)
         if keeps:
             pltriton.store(kept.k.at[(head_state.layer, *at, head, key[None, :])], k, mask=keep)
-        v = convolve(2 * key_heads * K + head * V, column)
-        gate = first_gate + H * V + head
-        b, a = (pltriton.load(projected_ref.at[row, gate + each]) for each in (0, H))
+        v = convolve(sizes.v + head * V, column)
+        gate, beta, skipped = sizes.gates + head, None, None
         a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
-        log_decay, beta = gates(b, a, a_log, dt_bias)
+        if sizes.has_delta:
+            b, a = (pltriton.load(projected_ref.at[row, gate + each]) for each in (0, H))
+            log_decay, beta = gates(b, a, a_log, dt_bias)
+        else:
+            dt = pltriton.load(projected_ref.at[row, gate])
+            dt, log_decay = time_steps(dt, a_log, dt_bias)
+            x = rounded(v, projected_ref)
+            v, skipped = dt[:, None] * x, of_layer(weights.skip, 1, layer, head) * x
+            if not is_only:
+                to = scratch.skipped.at[(*at, head, column[None, :])]
+                pltriton.store(to, skipped, mask=keep)
         if keeps:
             pltriton.store(kept.v.at[(head_state.layer, *at, head, column[None, :])], v, mask=keep)
             for ref, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
-                pltriton.store(ref.at[head_state.layer, request, node, head], x, mask=is_node)
-        return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
+                if x is not None:
+                    to = ref.at[head_state.layer, request, node, head]
+                    pltriton.store(to, x, mask=is_node)
+        if not is_only:
+            return None
+        return [None if x is None else _first(x, node) for x in (q, skipped, k, v, log_decay, beta)]
+
+    def store(i, output):
+        """Stores the output of a node in the program's columns."""
+        if sizes.has_delta:
+            scratch.read[request, i, head, span] = output
+        else:
+            span_of_row = pl.ds(head * V + part * columns, columns)
+            refs["out"][start + i, span_of_row] = output.astype(refs["out"].dtype)
 
     def recur(prepared):
         """Advances the state from node to node, and stores the output of each node."""
         state_at = states.recurrent.at[layer, slot, head, :, span]
         if is_only:
-            q, *given = prepared
+            q, skipped, *given = prepared
             state = advanced(state_at[...], *given)
-            scratch.read[request, 0, head, span] = sum_by_halves(state * q[:, None])
+            output = sum_by_halves(state * q[:, None])
+            store(0, output if skipped is None else output + skipped)
         else:
             if prepares:
                 barrier(interpret)  # read by other threads than the writers
-            visit_node = partial(visit, scratch, kept, head_state)
+            visit_node = partial(visit, scratch, kept, head_state, store)
             if requests.parents is None:
                 state = lax.fori_loop(0, count, visit_node, state_at[...])
             else:
                 walk(visit_node, state_at, requests.parents, request, count)
         if advances:
             state_at[...] = state
-        barrier(interpret)
 
     def finish(some, carry):
         """Applies the gated norm to the outputs of some nodes of a head."""
@@ -261,7 +306,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         keep, row = (node < count)[:, None], start + jnp.where(node < count, node, 0)
         read_at = scratch.read.at[request, node[:, None], head, column]
         out = pltriton.load(read_at, mask=keep, other=0.0)
-        z = pltriton.load(projected_ref.at[row[:, None], first_gate + head * V + column])
+        z = pltriton.load(projected_ref.at[row[:, None], sizes.z + head * V + column])
         out = gated_norm(out, z, of_layer(weights.norm, 1, layer, column), eps, digits)
         # A node that is not written gets a row out of bounds, for the interpreter.
         to = refs["out"].at[jnp.where(keep, row[:, None], len(refs["out"])), head * V + column]
@@ -278,6 +323,9 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         if not recurs:
             return
         recur(prepared)
+        if not sizes.has_delta:
+            return
+        barrier(interpret)
         arrived = pltriton.atomic_add(scratch.arrivals, (request, head), jnp.int32(1))
 
         @pl.when(arrived == parts - 1)

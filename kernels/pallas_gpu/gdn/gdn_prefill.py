@@ -121,7 +121,9 @@ def prefill(
     places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
     of, columns = jax.ShapeDtypeStruct, min(tiles.columns, V)
     half, single = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32))
-    weights = GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    weights = GDNLayerWeights(
+        conv=conv, conv_bias=None, a_log=a_log, dt_bias=dt_bias, skip=None, norm=norm
+    )
     requests = PrefillRequests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
@@ -145,7 +147,7 @@ def prefill(
         warps=tiles.row_warps,
         rows=tiles.rows,
         digits=digits,
-    )(projected, weights.conv, window, layer, requests)
+    )(projected, weights._replace(a_log=None, dt_bias=None, norm=None), window, layer, requests)
     chunks = launch(
         _prepare_kernel,
         (H, places),
@@ -183,7 +185,7 @@ def prefill(
 
 def _rows_kernel(
     projected_ref,
-    conv_ref,
+    weights,
     window_ref,
     layer_ref,
     requests,
@@ -209,6 +211,7 @@ def _rows_kernel(
         row = jnp.where(keep, (start + node)[:, None], R)
         inputs = Inputs(
             projected=projected_ref,
+            first=0,
             window=window_ref,
             layer=layer,
             slot=requests.slots[request],
@@ -220,7 +223,7 @@ def _rows_kernel(
         @pl.when(head < 2 * key_heads)
         def _():
             key = lax.iota(jnp.int32, K)[None, :]
-            _, x = convolved(inputs, conv_ref, places, head * K + key)
+            _, x = convolved(inputs, weights, places, head * K + key)
             x = unit(x, digits)
 
             @pl.when(head < key_heads)
@@ -237,7 +240,7 @@ def _rows_kernel(
         def _():
             value_head, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
             channel = 2 * key_heads * K + value_head * V + column
-            _, v = convolved(inputs, conv_ref, places, channel)
+            _, v = convolved(inputs, weights, places, channel)
             pltriton.store(v_ref.at[row, value_head, column], v, mask=keep)
 
 

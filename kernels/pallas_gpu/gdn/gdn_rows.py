@@ -1,4 +1,5 @@
-"""Convolution, gates and norms around the gated delta net recurrence (Pallas, Triton backend).
+"""Convolution, gates and norms around the recurrence of GDN and Mamba2 layers (Pallas, Triton
+backend).
 
 Used for the nodes of a verify step and for the tokens of a prefill chunk.
 """
@@ -18,11 +19,16 @@ _UNIT_EPS = 1e-6
 
 
 class GDNLayerWeights(NamedTuple):
-    """Weights of a layer, or of all layers."""
+    """Weights of a layer, or of all layers.
+
+    The bias of the convolution may be None. The norm is None for Mamba2, and `skip` for GDN.
+    """
 
     conv: Any
+    conv_bias: Any
     a_log: Any
     dt_bias: Any
+    skip: Any
     norm: Any
 
 
@@ -34,9 +40,13 @@ class States(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs of a request's convolution: its rows and the conv state before them."""
+    """Inputs of a request's convolution: its rows and the conv state before them.
+
+    `first` is the first column of the channels in the rows.
+    """
 
     projected: Any
+    first: Any
     window: Any
     layer: Any
     slot: Any
@@ -50,21 +60,29 @@ def of_layer(ref, rank, layer, *at):
     return pltriton.load(ref.at[(*lead, *at)])
 
 
-def convolved(inputs, conv_ref, places, channel):
+def convolved(inputs, weights, places, channel):
     """Returns the inputs of some channels at each node, and their causal convolution with SiLU."""
     total = None
     for tap, place in enumerate(places):
         is_old, place = (place < WINDOW)[:, None], place[:, None]
         # Spare nodes read no row.
         is_row = (place >= WINDOW) & (place < WINDOW + inputs.count)
-        at = inputs.projected.at[inputs.start + place - WINDOW, channel]
+        at = inputs.projected.at[inputs.start + place - WINDOW, inputs.first + channel]
         new = pltriton.load(at, mask=is_row, other=0.0)
         at = inputs.window.at[inputs.layer, inputs.slot, place, channel]
         x = jnp.where(is_old, pltriton.load(at, mask=is_old, other=0.0), new)
-        tap_of = of_layer(conv_ref, 2, inputs.layer, channel[0], tap).astype(jnp.float32)
+        tap_of = of_layer(weights.conv, 2, inputs.layer, channel[0], tap).astype(jnp.float32)
         term = x.astype(jnp.float32) * tap_of[None, :]
         total = term if total is None else total + term
+    if weights.conv_bias is not None:
+        bias = of_layer(weights.conv_bias, 1, inputs.layer, channel[0])
+        total = total + bias.astype(jnp.float32)[None, :]
     return x, silu(total)
+
+
+def rounded(x, rows_ref):
+    """Rounds to the type of the projected rows."""
+    return x.astype(rows_ref.dtype).astype(jnp.float32)
 
 
 def unit(x, digits):
@@ -76,6 +94,12 @@ def gates(b, a, a_log, dt_bias):
     """Computes the natural log of the decay, and beta, of each row."""
     log_decay = -jnp.exp2(a_log * LOG2_E) * _softplus(a.astype(jnp.float32) + dt_bias)
     return log_decay, 1.0 / (1.0 + jnp.exp2(-b.astype(jnp.float32) * LOG2_E))
+
+
+def time_steps(dt, a_log, dt_bias):
+    """Computes the time step of each row of a Mamba2 head, and the natural log of the decay."""
+    dt = _softplus(dt.astype(jnp.float32) + dt_bias)
+    return dt, -dt * jnp.exp2(a_log * LOG2_E)
 
 
 def gated_norm(out, z, weight, eps, digits):

@@ -1,4 +1,4 @@
-"""Tree traversal of gated delta net verification (Pallas, Triton backend).
+"""Tree traversal in the verification of GDN and Mamba2 layers (Pallas, Triton backend).
 
 Convolution inputs of each node, and the recurrence along the trunk and the branches of a tree.
 """
@@ -28,8 +28,11 @@ class NodeReplay(NamedTuple):
 
 
 def kept_of(fields: Sequence[jax.Array], inputs: jax.Array) -> NodeReplay:
-    """Returns the replay inputs; without the other fields, these are None."""
-    k, v, log_decay, beta = fields or [None] * 4
+    """Returns the replay inputs; absent fields are None.
+
+    Mamba2 has no `beta`, and plain decoding keeps no field.
+    """
+    k, v, log_decay, beta = [*fields, *[None] * (4 - len(fields))]
     return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
@@ -149,22 +152,35 @@ def _last_on(trunk, parent, parent_of, node):
     return lax.while_loop(is_any_off, climb, jnp.where(parent < 0, 0, node))
 
 
-def visit(scratch, kept, place, i, state):
-    """Returns the state after a node, and stores the node's output."""
+def visit(scratch, kept, place, store, i, state):
+    """Returns the state after a node, and stores the node's output.
+
+    Args:
+      scratch, kept: Inputs of the recurrence; only Mamba2 has skip terms of the outputs.
+      place: Indices of the program's values.
+      store: Stores the output of a node in the program's columns.
+      i: Node.
+      state: State before the node.
+    """
     at = (place.request, i, place.head)
     q, key = scratch.q[(*at, slice(None))], kept.k[(place.layer, *at, slice(None))]
     v = kept.v[(place.layer, *at, place.columns)]
-    log_decay, beta = kept.log_decay[(place.layer, *at)], kept.beta[(place.layer, *at)]
+    log_decay = kept.log_decay[(place.layer, *at)]
+    beta = None if kept.beta is None else kept.beta[(place.layer, *at)]
     state = advanced(state, key, v, log_decay, beta)
-    scratch.read[(*at, place.columns)] = sum_by_halves(state * q[:, None])
+    output = sum_by_halves(state * q[:, None])
+    if scratch.skipped is not None:
+        output += scratch.skipped[(*at, place.columns)]
+    store(i, output)
     return state
 
 
 def advanced(state, key, v, log_decay, beta):
-    """Returns the state after a token."""
+    """Returns the state after a token; without the delta rule, `beta` is None."""
     state = state * power(log_decay)
-    new = (v - sum_by_halves(state * key[:, None])) * beta
-    return state + key[:, None] * new[None, :]
+    if beta is not None:
+        v = (v - sum_by_halves(state * key[:, None])) * beta
+    return state + key[:, None] * v[None, :]
 
 
 def barrier(interpret):

@@ -1,4 +1,4 @@
-"""State commit of gated delta net layers: replay of accepted paths (Triton)."""
+"""State commit of GDN and Mamba2 layers: replay of accepted paths (Triton)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gdn_tiles import GDNLayerTiles
-from kernels.triton_gpu.gdn.gdn_rows import WINDOW, States, check_contiguous, sizes_of
+from kernels.recurrent_sizes import columns_of, sizes_of
+from kernels.triton_gpu.gdn.gdn_rows import WINDOW, States, check_contiguous
 from kernels.triton_gpu.gdn.gdn_tree import advanced, kept_of
 from kernels.triton_gpu.gemm.linear import launching
 
@@ -54,8 +55,9 @@ def commit(
     """
     check_contiguous(recurrent, window, saved_recurrent, saved_window, *kept)
     *fields, inputs = kept
-    sizes = sizes_of(recurrent, window)
-    columns = min(tiles.commit_columns, sizes.V)
+    has = {"has_delta": len(fields) == 4, "has_bias": False}  # Mamba2 has no beta
+    sizes = sizes_of(recurrent.shape, window.shape, **has)
+    columns = columns_of(tiles.commit_columns, sizes)
     _commit_kernel[(sizes.H * (sizes.V // columns), len(path), len(recurrent))](
         States(recurrent=recurrent, window=window),
         States(recurrent=saved_recurrent, window=saved_window),
@@ -125,8 +127,9 @@ def _commit_kernel(
         for i in range(0, count):
             at = (first + tl.load(path_at + i)) * H + head
             k, v = tl.load(kept.k + at * K + key), tl.load(kept.v + at * V + column)
-            log_decay, beta = tl.load(kept.log_decay + at), tl.load(kept.beta + at)
-            state = advanced(state, k, v, log_decay, beta)
+            log_decay = tl.load(kept.log_decay + at)
+            beta = tl.load(kept.beta + at) if sizes.has_delta else None
+            state = advanced(state, k, v, log_decay, beta, sizes)
             if is_saved & (save_after == i + 1):
                 tl.store(saved_state_at, state)
         tl.store(state_at, state)

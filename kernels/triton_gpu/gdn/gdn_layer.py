@@ -1,10 +1,11 @@
-"""Gated delta net decoding and tree verification between the two GEMMs (Triton).
+"""Decoding and tree verification of GDN and Mamba2 layers between the two GEMMs (Triton).
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
 recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
-bitwise equal to plain decoding. The last program of a head to arrive applies the gated norm to
-all outputs of the head. Sums over keys use `sum_by_halves`.
+bitwise equal to plain decoding. In GDN the last program of a head to arrive applies the gated norm
+to all outputs of the head. In Mamba2 the norm spans heads, and each program writes its outputs.
+Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gdn_tiles import GDNLayerTiles
+from kernels.recurrent_sizes import columns_of, sizes_of
 from kernels.triton_gpu.attention.attention import (
     clear_padding,
 )
@@ -29,8 +31,9 @@ from kernels.triton_gpu.gdn.gdn_rows import (
     convolved,
     gated_norm,
     gates,
-    sizes_of,
+    rounded,
     sum_by_halves,
+    time_steps,
     unit,
 )
 from kernels.triton_gpu.gdn.gdn_tree import FirstNode, advanced, kept_of, places_of, visit, walk
@@ -55,10 +58,14 @@ class GDNRequests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch buffers of programs: node queries, their outputs and arrival counters."""
+    """Scratch buffers of programs: node queries, their outputs and arrival counters.
+
+    Mamba2 has the skip terms of the outputs in `skipped` and writes outputs to their rows.
+    """
 
     q: Any
     read: Any
+    skipped: Any
     arrivals: Any
 
 
@@ -87,9 +94,11 @@ class GDNWork(NamedTuple):
 def verify(
     projected: Float[Tensor, "R outputs"],
     conv: Float[Tensor, "C 4"],
+    conv_bias: Float[Tensor, " C"] | None,
     a_log: Float[Tensor, " H"],
     dt_bias: Float[Tensor, " H"],
-    norm: Float[Tensor, " V"],
+    skip: Float[Tensor, " H"] | None,
+    norm: Float[Tensor, " V"] | None,
     recurrent: Float[Tensor, "L states H K V"],
     window: Float[Tensor, "L states 3 C"],
     layer: int,
@@ -107,14 +116,15 @@ def verify(
 
     Args:
       projected: See `shared.spec.recurrent_state.split_inputs`.
-      conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
+      conv, conv_bias, a_log, dt_bias, skip, norm, eps: Weights of the layer, and the epsilon of
+        its norm. GDN has a norm, and Mamba2 a skip weight instead.
       recurrent, window, layer: States of all layers, and the index of the layer to read.
       slots: State slot of each request; distinct in plain decoding, except for padding.
       row_starts: First flat row of each request, and the end; later rows are padding.
       parents: Parent of each tree node; None for chains.
-      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`. With
-        `inputs` alone, each request has one node (plain decoding) and its recurrent state is
-        advanced.
+      kept: Replay inputs of all layers, which are written: the fields of `NodeReplay`, for Mamba2
+        without `beta`. With `inputs` alone, each request has one node (plain decoding) and its
+        recurrent state is advanced.
       arrivals: Arrival counters of programs, all zero, and zero again afterwards.
       digits: Fractional bits of the fixed-point sums of squares; see `SquaresOrder`.
       tiles: Tile config.
@@ -124,17 +134,21 @@ def verify(
     """
     check_contiguous(recurrent, window, *kept)
     *fields, inputs = (x[layer] for x in kept)
-    (B, N, _), sizes, new = inputs.shape, sizes_of(recurrent, window), recurrent.new_empty
+    (B, N, _), new = inputs.shape, recurrent.new_empty
+    has = {"has_delta": skip is None, "has_bias": conv_bias is not None}
+    sizes = sizes_of(recurrent.shape, window.shape, **has)
     H, K, V = sizes.H, sizes.K, sizes.V
     projected, slots, row_starts = (x.contiguous() for x in (projected, slots, row_starts))
     trees = slots if parents is None else parents.contiguous()
     out = projected.new_empty((len(projected), H * V))
-    scratch = Scratch(q=new((B, N, H, K)), read=new((B, N, H, V)), arrivals=arrivals)
+    q, values = new((B, N, H, K)), new((B, N, H, V))
+    read, skipped = (values, None) if skip is None else (None, values)
+    scratch = Scratch(q=q, read=read, skipped=skipped, arrivals=arrivals)
     main = GDNWork(
         nodes=N,
         lanes=triton.next_power_of_2(N),
         rows=min(triton.next_power_of_2(N), ROWS),
-        columns=min(tiles.columns, V),
+        columns=columns_of(tiles.columns, sizes),
         is_chain=parents is None,
         advances=not fields,
         prepares=not tiles.prepare_warps,
@@ -146,11 +160,20 @@ def verify(
         launches.insert(0, (prepare, tiles.prepare_warps))
         if main.advances:
             fields = [new(B * H * size) for size in (K, V, 1, 1)]
+    weights = GDNLayerWeights(
+        conv=conv,
+        conv_bias=conv_bias,
+        a_log=a_log,
+        dt_bias=dt_bias,
+        skip=skip,
+        norm=norm,
+        eps=eps,
+    )
     for work, warps in launches:
         _verify_kernel[(H * (V // work.columns), B)](
             projected,
             out,
-            GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
+            weights,
             States(recurrent=recurrent[layer], window=window[layer]),
             GDNRequests(slots=slots, starts=row_starts, parents=trees),
             kept_of(fields, inputs),
@@ -223,7 +246,7 @@ def _verify_kernel(
     at = number * H + head
     if work.prepares:
         inputs = Inputs(
-            rows=projected_at + start.to(tl.int64) * sizes.width,
+            rows=projected_at + start.to(tl.int64) * sizes.width + sizes.channels,
             window=states.window + slot * (WINDOW * sizes.C),
             count=count,
         )
@@ -231,41 +254,60 @@ def _verify_kernel(
         inputs_at = kept.inputs + number[:, None] * sizes.C
         keeps_key = (head % group == 0) & (part == 0)
         # Each program stores all that it reloads, which frees registers for the next tensor.
-        channel = key_head * K
-        raw, q = convolved(inputs, weights.conv, places, channel, K, sizes)
+        channel = sizes.q + key_head * K
+        raw, q = convolved(inputs, weights, places, channel, K, sizes)
         if keeps_key:
             tl.store(inputs_at + channel + key[None, :], raw, mask=is_one)
-        q = unit(q, digits) * (K**-0.5)
+        q = unit(q, digits) * (K**-0.5) if sizes.has_delta else rounded(q, projected_at)
         if not is_only:
             tl.store(scratch.q + at[:, None] * K + key[None, :], q, mask=is_one)
-        channel = (sizes.key_heads + key_head) * K
-        raw, k = convolved(inputs, weights.conv, places, channel, K, sizes)
+        channel = sizes.k + key_head * K
+        raw, k = convolved(inputs, weights, places, channel, K, sizes)
         if keeps_key:
             tl.store(inputs_at + channel + key[None, :], raw, mask=is_one)
-        k = unit(k, digits)
+        k = unit(k, digits) if sizes.has_delta else rounded(k, projected_at)
         if keeps:
             tl.store(kept.k + at[:, None] * K + key[None, :], k, mask=is_one)
-        channel = 2 * sizes.key_heads * K + head * V + part * columns
-        raw, v = convolved(inputs, weights.conv, places, channel, columns, sizes)
+        channel = sizes.v + head * V + part * columns
+        raw, v = convolved(inputs, weights, places, channel, columns, sizes)
         tl.store(inputs_at + channel + tl.arange(0, columns)[None, :], raw, mask=is_one)
-        gate = sizes.C + H * V + head
-        b, a = tl.load(rows_at + gate), tl.load(rows_at + (gate + H))
-        a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
-        log_decay, beta = gates(b, a, a_log, dt_bias)
+        gate = sizes.gates + head
+        if sizes.has_delta:
+            b, a = tl.load(rows_at + gate), tl.load(rows_at + (gate + H))
+            a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
+            log_decay, beta = gates(b, a, a_log, dt_bias)
+        else:
+            a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
+            dt, log_decay = time_steps(tl.load(rows_at + gate), a_log, dt_bias)
+            x = rounded(v, projected_at)
+            v, skipped = dt[:, None] * x, tl.load(weights.skip + head) * x
+            if not is_only:
+                to = scratch.skipped + at[:, None] * V + column[None, :]
+                tl.store(to, skipped, mask=is_one)
         if keeps:
             tl.store(kept.v + at[:, None] * V + column[None, :], v, mask=is_one)
             tl.store(kept.log_decay + at, log_decay, mask=is_node)
-            tl.store(kept.beta + at, beta, mask=is_node)
+            if sizes.has_delta:
+                tl.store(kept.beta + at, beta, mask=is_node)
     if not work.recurs:
         return
 
     first = (request * work.nodes).to(tl.int64) * H + head
-    read_at = scratch.read + first * V
+    if sizes.has_delta:
+        read_at = scratch.read + first * V
+    else:
+        read_at = out_at + (start.to(tl.int64) * H + head) * V
     if is_only:
         is_first = node == 0
         key_of, v_of = _first(k, is_first[:, None]), _first(v, is_first[:, None])
-        state = advanced(state, key_of, v_of, _first(log_decay, is_first), _first(beta, is_first))
-        tl.store(read_at + column, sum_by_halves(state * _first(q, is_first[:, None])[:, None]))
+        decay_of = _first(log_decay, is_first)
+        beta_of = _first(beta, is_first) if sizes.has_delta else None
+        state = advanced(state, key_of, v_of, decay_of, beta_of, sizes)
+        column_at = read_at + column
+        output = sum_by_halves(state * _first(q, is_first[:, None])[:, None])
+        if not sizes.has_delta:
+            output += _first(skipped, is_first[:, None])
+        tl.store(column_at, output.to(read_at.dtype.element_ty))
     else:
         if work.prepares:
             tl.debug_barrier()  # read by other threads than the writers
@@ -275,6 +317,7 @@ def _verify_kernel(
             v=kept.v + (first * V + column),
             log_decay=kept.log_decay + first,
             beta=kept.beta + first,
+            skipped=None if sizes.has_delta else scratch.skipped + (first * V + column),
             read=read_at + column,
         )
         if work.is_chain:
@@ -286,13 +329,16 @@ def _verify_kernel(
             walk(state_at, parents_at, first_node, node, count, sizes)
     if work.advances:
         tl.store(state_at, state)
-    tl.debug_barrier()
-    counter = scratch.arrivals + request * H + head
-    if parts > 1:
-        if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
-            return
-        tl.store(counter, 0)
-    _finish(projected_at, out_at, read_at, weights, head, start, count, sizes, work.rows, digits)
+    if sizes.has_delta:
+        tl.debug_barrier()
+        counter = scratch.arrivals + request * H + head
+        if parts > 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
+                return
+            tl.store(counter, 0)
+        _finish(
+            projected_at, out_at, read_at, weights, head, start, count, sizes, work.rows, digits
+        )
 
 
 @triton.jit
@@ -311,7 +357,7 @@ def _finish(
     """Applies the gated norm to a head's outputs, `rows` nodes at a time."""
     V: tl.constexpr = sizes.V
     column, weight = tl.arange(0, V)[None, :], tl.load(weights.norm + tl.arange(0, V))[None, :]
-    first_gate = sizes.C + head * V
+    first_gate = sizes.z + head * V
     out_at += head * V
     for some in range(0, count, rows):
         node = (some + tl.arange(0, rows)).to(tl.int64)[:, None]

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.gdn_tiles import GDNPrefillTiles
+from kernels.recurrent_sizes import sizes_of
 from kernels.triton_gpu.gdn.gdn_chunk import (
     CHUNK,
     NOTHING,
@@ -38,7 +39,6 @@ from kernels.triton_gpu.gdn.gdn_rows import (
     convolved,
     gated_norm,
     gates,
-    sizes_of,
     sum_by_halves,
     unit,
 )
@@ -108,10 +108,13 @@ def prefill(
       ValueError: States are not contiguous.
     """
     check_contiguous(recurrent, window, saved_recurrent, saved_window)
-    R, B, sizes = len(projected), len(slots), sizes_of(recurrent, window)
+    R, B = len(projected), len(slots)
+    sizes = sizes_of(recurrent.shape, window.shape, has_delta=True, has_bias=False)
     H, V, places = sizes.H, sizes.V, R // CHUNK + B
     columns, projected = min(tiles.columns, V), projected.contiguous()
-    weights = GDNLayerWeights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
+    weights = GDNLayerWeights(
+        conv=conv, conv_bias=None, a_log=a_log, dt_bias=dt_bias, skip=None, norm=norm, eps=eps
+    )
     states = States(recurrent=recurrent[layer], window=window[layer])
     requests = PrefillRequests(
         slots=slots.contiguous(),
@@ -206,7 +209,7 @@ def _rows_kernel(
     places = (node, node + 1, node + 2, node + 3)
     keep, row = (node < count)[:, None], start + node[:, None]
     if head < 2 * key_heads:
-        _key, x = convolved(inputs, weights.conv, places, head * K, K, sizes)
+        _key, x = convolved(inputs, weights, places, head * K, K, sizes)
         x = unit(x, digits)
         at = chunks.keys + (row * (3 * key_heads) + head) * K + tl.arange(0, K)[None, :]
         if head < key_heads:
@@ -218,7 +221,7 @@ def _rows_kernel(
     else:
         value_head = head - 2 * key_heads
         channel = 2 * key_heads * K + value_head * V
-        _value, v = convolved(inputs, weights.conv, places, channel, V, sizes)
+        _value, v = convolved(inputs, weights, places, channel, V, sizes)
         v_at = chunks.v + (row * sizes.H + value_head) * V + tl.arange(0, V)[None, :]
         tl.store(v_at, v, mask=keep)
 

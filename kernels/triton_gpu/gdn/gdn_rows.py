@@ -1,4 +1,4 @@
-"""Convolution, gates and norms around the gated delta net recurrence (Triton).
+"""Convolution, gates and norms around the recurrence of GDN and Mamba2 layers (Triton).
 
 Used for the nodes of a verify step and for the tokens of a prefill chunk.
 """
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
@@ -19,37 +18,17 @@ _UNIT_EPS = tl.constexpr(1e-6)
 _HALVINGS = tl.constexpr(10)  # maximum; enough for 1,024 rows
 
 
-class GDNSizes(NamedTuple):
-    """Sizes of a layer.
+class GDNLayerWeights(NamedTuple):
+    """Weights of a layer, and the epsilon of its norm.
 
-    Attributes:
-      H, K, V: Value heads, and elements of a key and of a value.
-      C: Channels of the convolution.
-      width: Elements of a projected row.
+    The bias of the convolution may be None. The norm is None for Mamba2, and `skip` for GDN.
     """
 
-    H: int
-    K: int
-    V: int
-    C: int
-    key_heads: int
-    width: int
-
-
-def sizes_of(
-    recurrent: Float[Tensor, "L states H K V"], window: Float[Tensor, "L states 3 C"]
-) -> GDNSizes:
-    """Returns the sizes of layers with these states."""
-    (H, K, V), C = recurrent.shape[2:], window.shape[3]
-    return GDNSizes(H=H, K=K, V=V, C=C, key_heads=(C - H * V) // (2 * K), width=C + H * V + 2 * H)
-
-
-class GDNLayerWeights(NamedTuple):
-    """Weights of a layer, and the epsilon of its norm."""
-
     conv: Any
+    conv_bias: Any
     a_log: Any
     dt_bias: Any
+    skip: Any
     norm: Any
     eps: Any
 
@@ -68,7 +47,10 @@ def check_contiguous(*states: Tensor) -> None:
 
 
 class Inputs(NamedTuple):
-    """Inputs of a request's convolution: its rows and the conv state before them."""
+    """Inputs of a request's convolution: its rows and the conv state before them.
+
+    `rows` is the address of the first row's channels.
+    """
 
     rows: Any
     window: Any
@@ -76,7 +58,7 @@ class Inputs(NamedTuple):
 
 
 @triton.jit
-def convolved(inputs, conv_at, places, first, D: tl.constexpr, sizes: tl.constexpr):
+def convolved(inputs, weights, places, first, D: tl.constexpr, sizes: tl.constexpr):
     """Returns the inputs of some channels at each node, and their causal convolution with SiLU."""
     channel = first + tl.arange(0, D)
     for tap in tl.static_range(4):
@@ -88,12 +70,20 @@ def convolved(inputs, conv_at, places, first, D: tl.constexpr, sizes: tl.constex
         at = inputs.window + (place * sizes.C)[:, None] + channel[None, :]
         is_old = (place < WINDOW)[:, None]
         x = tl.where(is_old, tl.load(at, mask=is_old, other=0.0), new)
-        term = x.to(tl.float32) * tl.load(conv_at + channel * 4 + tap).to(tl.float32)[None, :]
+        term = x.to(tl.float32) * tl.load(weights.conv + channel * 4 + tap).to(tl.float32)[None, :]
         if tap == 0:
             total = term
         else:
             total += term
+    if sizes.has_bias:
+        total += tl.load(weights.conv_bias + channel).to(tl.float32)[None, :]
     return x, silu(total)
+
+
+@triton.jit
+def rounded(x, rows_at):
+    """Rounds to the type of the projected rows."""
+    return x.to(rows_at.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -107,6 +97,13 @@ def gates(b, a, a_log, dt_bias):
     """Computes the natural log of the decay, and beta, of each row."""
     log_decay = -tl.exp2(a_log * LOG2_E) * _softplus(a.to(tl.float32) + dt_bias)
     return log_decay, 1.0 / (1.0 + tl.exp2(-b.to(tl.float32) * LOG2_E))
+
+
+@triton.jit
+def time_steps(dt, a_log, dt_bias):
+    """Computes the time step of each row of a Mamba2 head, and the natural log of the decay."""
+    dt = _softplus(dt.to(tl.float32) + dt_bias)
+    return dt, -dt * tl.exp2(a_log * LOG2_E)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Tree traversal of gated delta net verification (Triton).
+"""Tree traversal in the verification of GDN and Mamba2 layers (Triton).
 
 Convolution inputs of each node, and the recurrence along the trunk and the branches of a tree.
 """
@@ -24,19 +24,26 @@ class NodeReplay(NamedTuple):
 
 
 def kept_of(fields: Sequence[Tensor], inputs: Tensor) -> NodeReplay:
-    """Returns the replay inputs; without the other fields, `inputs` fills their operands."""
-    k, v, log_decay, beta = fields or [inputs] * 4
+    """Returns the replay inputs; `inputs` fills the operands of absent fields.
+
+    Mamba2 has no `beta`, and plain decoding keeps no field.
+    """
+    k, v, log_decay, beta = [*fields, *[inputs] * (4 - len(fields))]
     return NodeReplay(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
 
 
 class FirstNode(NamedTuple):
-    """Addresses of a program's values for the first node of its request; other nodes follow."""
+    """Addresses of a program's values for the first node of its request; other nodes follow.
+
+    GDN has no `skipped`, and Mamba2 no `beta`.
+    """
 
     q: Any
     k: Any
     v: Any
     log_decay: Any
     beta: Any
+    skipped: Any
     read: Any
 
 
@@ -134,14 +141,19 @@ def visit(state, first_node, i, sizes: tl.constexpr):
     of_keys, of_values = i * (sizes.H * sizes.K), i * (sizes.H * sizes.V)
     q, key = tl.load(first_node.q + of_keys), tl.load(first_node.k + of_keys)
     v, log_decay = tl.load(first_node.v + of_values), tl.load(first_node.log_decay + i * sizes.H)
-    state = advanced(state, key, v, log_decay, tl.load(first_node.beta + i * sizes.H))
-    tl.store(first_node.read + of_values, sum_by_halves(state * q[:, None]))
+    beta = tl.load(first_node.beta + i * sizes.H) if sizes.has_delta else None
+    state = advanced(state, key, v, log_decay, beta, sizes)
+    read_at, output = first_node.read + of_values, sum_by_halves(state * q[:, None])
+    if not sizes.has_delta:
+        output += tl.load(first_node.skipped + of_values)
+    tl.store(read_at, output.to(read_at.dtype.element_ty))
     return state
 
 
 @triton.jit
-def advanced(state, key, v, log_decay, beta):
-    """Returns the state after a token."""
+def advanced(state, key, v, log_decay, beta, sizes: tl.constexpr):
+    """Returns the state after a token; without the delta rule, `beta` is not read."""
     state = state * power(log_decay)
-    new = (v - sum_by_halves(state * key[:, None])) * beta
-    return state + key[:, None] * new[None, :]
+    if sizes.has_delta:
+        v = (v - sum_by_halves(state * key[:, None])) * beta
+    return state + key[:, None] * v[None, :]

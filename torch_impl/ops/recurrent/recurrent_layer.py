@@ -213,17 +213,15 @@ def kernel_verify(
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """Same as `plain_verify`, or as `plain_decode` if the scratch is for plain decoding."""
-    if not sizes.has_delta:
-        keeps_nodes = isinstance(scratch.kept, ReplayInputs)
-        plain_operation = plain_verify if keeps_nodes else plain_decode
-        return plain_operation(inputs, weights, sizes, states, layer, slots, nodes, scratch)
     B, N = nodes.row_of.shape
     return kernels.gdn_layer.verify(
         inputs,
         conv=weights.conv,
+        conv_bias=weights.conv_bias,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        norm=weights.norm,
+        skip=weights.skip,
+        norm=weights.norm if sizes.has_delta else None,
         recurrent=states.recurrent,
         window=states.window,
         layer=layer,
@@ -234,7 +232,7 @@ def kernel_verify(
         arrivals=scratch.arrivals,
         eps=weights.eps,
         digits=SQUARES.digits,
-        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
+        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B, delta=int(sizes.has_delta)),
     )
 
 
@@ -310,10 +308,11 @@ def kernel_commit(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> tuple[RecurrentState, RecurrentState]:
+    delta = int(not isinstance(kept, ReplayInputs) or kept.beta is not None)
     kernels.gdn_commit.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
         *(_arrays_of(kept), slots, path, counts, save_after, save),
-        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
+        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots), delta=delta),
     )
     return states, snapshots
 

@@ -1,13 +1,14 @@
 """Cases of `delta_mix`: projections of chains and trees, and the states that they start from."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import GatedDeltaConfig, Mamba2Config, RecurrentConfig
+from shared.models.mixers.mamba2 import OutputNorm
 from shared.spec import best_prefixes, draft_tree
 from shared.spec import recurrent_layer as spec
 from shared.spec.recurrent_mixer import RecurrentWeights
@@ -47,24 +48,34 @@ class VerifyScratch:
     arrivals: np.ndarray
 
 
-def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> RecurrentWeights:
-    heads = sizes.num_value_heads
-    return RecurrentWeights(
+def weights_of(rng: np.random.Generator, sizes: RecurrentConfig) -> RecurrentWeights:
+    (heads, _, size), has_delta = sizes.state_shape, sizes.has_delta
+    norm = size if has_delta else sizes.values
+    drawn = RecurrentWeights(
         conv=rng.standard_normal((sizes.channels, 4), np.float32) / 2,
         conv_bias=None,
         a_log=rng.uniform(-2, 2, heads).astype(np.float32),
         dt_bias=rng.uniform(-3, 1, heads).astype(np.float32),
         skip=None,
-        norm=(1 + rng.standard_normal(sizes.value_size, np.float32) / 4).astype(np.float32),
+        norm=(1 + rng.standard_normal(norm, np.float32) / 4).astype(np.float32),
         eps=EPS,
     )
+    if has_delta:
+        return drawn
+    skip = rng.standard_normal(heads, np.float32)
+    return replace(drawn, conv_bias=rng.standard_normal(sizes.channels, np.float32), skip=skip)
+
+
+def width_of(sizes: RecurrentConfig) -> int:
+    """Columns of a projected row."""
+    return sizes.channels + sizes.values + (1 + sizes.has_delta) * sizes.state_shape[0]
 
 
 def states_of(
-    rng: np.random.Generator, sizes: GatedDeltaConfig, layers: int, count: int
+    rng: np.random.Generator, sizes: RecurrentConfig, layers: int, count: int
 ) -> RecurrentState:
     """States of some slots, of the size that decoding leaves them in."""
-    heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
+    heads = sizes.state_shape
     recurrent = rng.standard_normal((layers, count, *heads), np.float32) / 8
     return RecurrentState(
         recurrent, rng.standard_normal((layers, count, WINDOW, sizes.channels), np.float32)
@@ -86,11 +97,13 @@ def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray |
     return TreeNodes(parents, row_starts, row_of, request, node)
 
 
-def verify_scratch(states: RecurrentState, B: int, N: int) -> ReplayInputs:
+def verify_scratch(states: RecurrentState, sizes: RecurrentConfig, B: int, N: int) -> ReplayInputs:
     """Returns empty scratch arrays for a verify step."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
-    shapes = ((H, K), (H, V), (H,), (H,), (C,))
-    return ReplayInputs(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))
+    shapes = ((H, K), (H, V), (H,), (H,) if sizes.has_delta else None, (C,))
+    return ReplayInputs(
+        *(None if x is None else np.zeros((L, B, N, *x), np.float32) for x in shapes)
+    )
 
 
 def block_trees(B: int, N: int, rng: np.random.Generator) -> np.ndarray:
@@ -109,19 +122,18 @@ def arguments(
     *,
     B: int,
     N: int,
-    sizes: GatedDeltaConfig,
+    sizes: RecurrentConfig,
     trees: Callable[..., np.ndarray] | None,
     layers: int = 2,
 ) -> Arguments:
     """B trees of N nodes in one layer of some; chains without `trees`."""
     rng = np.random.default_rng(seed)
     states = states_of(rng, sizes, layers, B + 2)
-    heads = sizes.num_value_heads
-    width = sizes.channels + heads * (sizes.value_size + 2)
-    advances = N == 1
-    kept, parents = verify_scratch(states, B, N), None if trees is None else trees(B, N, rng)
+    heads, advances = sizes.state_shape[0], N == 1
+    kept = verify_scratch(states, sizes, B, N)
+    parents = None if trees is None else trees(B, N, rng)
     return {
-        "inputs": rng.standard_normal((B * N, width), np.float32),
+        "inputs": rng.standard_normal((B * N, width_of(sizes)), np.float32),
         "weights": weights_of(rng, sizes),
         "sizes": sizes,
         "states": states,
@@ -133,7 +145,7 @@ def arguments(
 
 
 def commit_arguments(
-    seed: int, *, B: int, N: int, sizes: GatedDeltaConfig, layers: int
+    seed: int, *, B: int, N: int, sizes: RecurrentConfig, layers: int
 ) -> Arguments:
     """Paths of all lengths down chains of which all layers have kept something."""
     rng = np.random.default_rng(seed)
@@ -148,7 +160,7 @@ def commit_arguments(
             k=k / np.linalg.norm(k, axis=-1, keepdims=True),
             v=rng.standard_normal((L, B, N, H, V), np.float32),
             log_decay=-rng.uniform(0, 1, (L, B, N, H)).astype(np.float32),
-            beta=rng.uniform(0, 1, (L, B, N, H)).astype(np.float32),
+            beta=rng.uniform(0, 1, (L, B, N, H)).astype(np.float32) if sizes.has_delta else None,
             inputs=rng.standard_normal((L, B, N, C), np.float32),
         ),
         "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
@@ -218,11 +230,31 @@ def _commit_case(name: str, is_large: bool, **sizes: Any) -> OpCase:
 SMALL = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=16, value_size=32)
 MODEL = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128)
 """Heads of Qwen3.5-9B."""
+SMALL_MAMBA2 = Mamba2Config(
+    num_heads=4,
+    head_size=32,
+    num_groups=2,
+    state_size=16,
+    conv_bias=True,
+    input_bias=False,
+    out_bias=False,
+    norm=OutputNorm.AFTER_GATE,
+    norm_size=64,
+)
+NEMOTRON = replace(
+    SMALL_MAMBA2, num_heads=64, head_size=64, num_groups=8, state_size=128, norm_size=512
+)
+"""Heads of Nemotron 3 Nano."""
+FALCON_H1 = replace(
+    NEMOTRON, num_heads=32, head_size=128, num_groups=2, state_size=256, norm=OutputNorm.NONE
+)
+"""Heads of Falcon-H1-34B."""
 
 
 def _cases() -> list[OpCase]:
     made = []
     kinds = {"chain": None, "tree": parents_of, "block tree": block_trees}
+    names = {NEMOTRON: ", Mamba2", SMALL_MAMBA2: ", Mamba2", FALCON_H1: ", keys of 256"}
     for B, N, sizes, kind in (
         *((3, 1, SMALL, "chain"), (3, 4, SMALL, "chain"), (3, 6, SMALL, "tree")),
         *((B, N, MODEL, "chain") for N in (1, 4) for B in (1, 8, 32)),
@@ -231,12 +263,18 @@ def _cases() -> list[OpCase]:
         (1, 40, MODEL, "tree"),
         (2, 16, SMALL, "block tree"),
         *((B, N, MODEL, "block tree") for N in (16, 32, 64) for B in (1, 4, 8)),
+        *((3, 1, SMALL_MAMBA2, "chain"), (3, 6, SMALL_MAMBA2, "tree")),
+        *((B, N, NEMOTRON, "chain") for N in (1, 4) for B in (1, 8, 32)),
+        *((B, N, NEMOTRON, "tree") for B, N in ((1, 8), (8, 8), (8, 16), (4, 64))),
+        *((B, N, FALCON_H1, "chain") for B, N in ((1, 1), (8, 1), (8, 4))),
+        *((B, N, FALCON_H1, "tree") for B, N in ((1, 8), (8, 16))),
     ):
         function = "decode" if N == 1 else "verify"
         make = partial(arguments, B=B, N=N, sizes=sizes, trees=kinds[kind])
-        is_large = sizes is MODEL
+        is_large = sizes not in (SMALL, SMALL_MAMBA2)
         dtype = "bfloat16" if is_large else "float32"
-        made.append(_op_case(f"{B} x {kind} of {N}", make, function, dtype, is_large))
+        name = f"{B} x {kind} of {N}{names.get(sizes, '')}"
+        made.append(_op_case(name, make, function, dtype, is_large))
     return made
 
 
@@ -247,4 +285,7 @@ TABLE = [
         _commit_case(f"{B} x paths of 4, 24 layers", True, B=B, N=4, sizes=MODEL, layers=24)
         for B in (1, 8)
     ),
+    _commit_case("3 x paths of 4, Mamba2", False, B=3, N=4, sizes=SMALL_MAMBA2, layers=2),
+    _commit_case("8 x paths of 4, Mamba2", True, B=8, N=4, sizes=NEMOTRON, layers=23),
+    _commit_case("8 x paths of 4, keys of 256", True, B=8, N=4, sizes=FALCON_H1, layers=8),
 ]
