@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -354,15 +354,15 @@ def _binding(
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
     """Returns XLA's options for a platform.
 
-    On a CPU, unoptimised code takes half the time to compile and twice the time to run. The older
-    emitters compile it faster (newer versions of XLA have no others). With optimisation the MLIR
-    emitters compile faster by a quarter, and steps have the same speed.
+    On a CPU, unoptimised code takes half the time to compile and twice the time to run. As one LLVM
+    module and by the older emitters (newer versions of XLA have no others) it compiles faster. With
+    optimisation the MLIR emitters compile faster by a quarter, and steps have the same speed.
     """
     if device.platform != "cpu":
         return {}
-    wanted: dict[str, bool | int] = {"xla_backend_optimization_level": 1}
+    wanted: dict[str, bool | int] = {"xla_backend_optimization_level": 0 if quick_compile else 1}
     if quick_compile:
-        wanted = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+        wanted |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
     return {name: value for name, value in wanted.items() if _is_known(name, value, device)}
 
 
@@ -378,6 +378,7 @@ def _step_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | i
     return {name: percent} if _is_known(name, percent, device) else {}
 
 
+@cache
 def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
     try:
         one = _shape_on(device, np.zeros((), np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
@@ -27,6 +28,11 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
 from tests.support.rounding import round_products
 
 round_products()
+# The stack of a test has a hundred frames, which JAX would write next to each operation it lowers.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
+COLLECT_AFTER = (100_000, 50, 1000)
+"""Thresholds of garbage collection, since tracing a program makes millions of objects."""
 
 CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
 SERVED_TEXTS = (
@@ -61,6 +67,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(*COLLECT_AFTER)
         gc.enable()
 
 
