@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,22 +34,32 @@ def close_logits(folder, got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if folder in SMALL_LOGITS else 1e-4)
 
 
-WITHIN_OTHERS = ("minimax_m2", "mistral", "nemotron_h", "olmo2", "phi3", "qwen2", "qwen3_next")
-"""Families of which another one has all switches and more, so that JAX has them in the matrix."""
+IN_JAX = (
+    *("deepseek_v3", "falcon_h1", "falcon_h1_norm", "gemma2", "gemma3", "gemma4", "gemma4_moe"),
+    *("glm4_moe_lite", "gpt_oss_bf16", "granitemoehybrid", "llama", "llama_bias", "ministral3"),
+    *("nemotron_h_mtp", "olmo3", "phi3_longrope", "qwen3_5_moe", "qwen3_moe_fp8"),
+    *("eagle1", "eagle3", "eagle3_sliding", "eagle3_speculators", "eagle3_two_layers"),
+)
+"""Folders that JAX reads by default, since it compiles three programs of some seconds for a model.
+
+Together they have every switch of a config; the other folders are in the matrix.
+"""
+BY_NAME = ("name", "tensor_names", "tensors", "format", "has_fused_inputs", "eos_ids")
+"""Fields that only loading reads, which is the same for all implementations."""
 
 
-def each_of(folders):
-    """Each model on each implementation; JAX compiles three programs of some seconds for one."""
+def each_of(folders, fixture="implementation"):
+    """Each model or head on each implementation, which a fixture makes."""
     cases = [
         pytest.param(
             name,
             folder,
-            marks=pytest.mark.matrix if name == "jax" and folder in WITHIN_OTHERS else (),
+            marks=pytest.mark.matrix if name == "jax" and folder not in IN_JAX else (),
         )
         for name in IMPLEMENTATIONS
         for folder in folders
     ]
-    return pytest.mark.parametrize(("implementation", "folder"), cases, indirect=["implementation"])
+    return pytest.mark.parametrize((fixture, "folder"), cases, indirect=[fixture])
 
 
 def vectors(folder):
@@ -214,7 +225,7 @@ def state_of(want, name, folder):
     return want[name].swapaxes(1, 2) if folder in MAMBA2 else want[name]
 
 
-@pytest.mark.parametrize("folder", [*HYBRID, *MAMBA2])
+@each_of([*HYBRID, *MAMBA2])
 def test_recurrent_states_match_golden(folder, implementation):
     want = vectors(folder)
     (group,) = (
@@ -236,7 +247,7 @@ def test_recurrent_states_match_golden(folder, implementation):
             close(window.T, want[f"{name}_conv_{layer}"])
 
 
-@pytest.mark.parametrize("folder", [*HYBRID, *MAMBA2])
+@each_of([*HYBRID, *MAMBA2])
 @pytest.mark.parametrize("cuts", [(150,), (64, 64, 22), (100, 1, 49), (1, 149)], ids=str)
 def test_chunked_prefill_any_split_matches_golden(cuts, folder, implementation):
     want = vectors(folder)
@@ -249,7 +260,7 @@ def test_chunked_prefill_any_split_matches_golden(cuts, folder, implementation):
     close(window.T, want["long_conv_0"])
 
 
-@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe", "nemotron_h_mtp", *HYBRID])
+@each_of(["deepseek_v3", "glm4_moe", "nemotron_h_mtp", *HYBRID])
 def test_mtp_hidden_states_and_logits_match_golden(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder)
@@ -286,7 +297,7 @@ EAGLES = {
 """Folders of heads, and of the target of each."""
 
 
-@pytest.fixture(params=HEADS)
+@pytest.fixture
 def head_of(request):
     """Makes an implementation's head of a folder."""
     return lambda name: HEADS[request.param](GOLDEN / name, target=GOLDEN / EAGLES[name])
@@ -308,27 +319,48 @@ def assert_logits(name, got, want):
     close(got, want)
 
 
-@pytest.mark.parametrize("name", EAGLES)
-def test_eagle_head_hidden_states_and_logits_match_golden(name, head_of):
-    want, inputs = head_inputs(name)
-    head = head_of(name)
+@each_of(EAGLES, "head_of")
+def test_eagle_head_hidden_states_and_logits_match_golden(folder, head_of):
+    want, inputs = head_inputs(folder)
+    head = head_of(folder)
     hidden, logits = head.extend(want["next_ids"], inputs)
     close(hidden, want["hidden_out"])
-    assert_logits(name, logits, want["logits"])
+    assert_logits(folder, logits, want["logits"])
     last = hidden[-1:]
     for i, token in enumerate(want["chain_ids"]):
         assert token == logits[-1].argmax()
         last, logits = head.go_on(token, last, 24 + i)
         close(last, want["chain_hidden"][i : i + 1])
-        assert_logits(name, logits, want["chain_logits"][i : i + 1])
+        assert_logits(folder, logits, want["chain_logits"][i : i + 1])
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
-def test_eagle_dynamic_tree_matches_golden(name, head_of):
-    want, inputs = head_inputs(name)
+@each_of(["eagle1", "eagle3"], "head_of")
+def test_eagle_dynamic_tree_matches_golden(folder, head_of):
+    want, inputs = head_inputs(folder)
     shape = draft_tree.TreeShape(nodes=12, depth=4, width=4, rows=12)
-    tokens, parents, num_nodes = head_of(name).draft(want["next_ids"], inputs, shape)
+    tokens, parents, num_nodes = head_of(folder).draft(want["next_ids"], inputs, shape)
     assert num_nodes == 12
     np.testing.assert_array_equal(tokens[0], want["tree_tokens"])
     np.testing.assert_array_equal(draft_tree.ancestors(parents)[0], want["tree_mask"])
     np.testing.assert_array_equal(draft_tree.depths(parents)[0], want["tree_depth"])
+
+
+def switches(config):
+    """Fields of a config and their values; numbers other than 0 and 1 are equal."""
+    if is_dataclass(config):
+        return {
+            (field.name, *each)
+            for field in fields(config)
+            if field.name not in BY_NAME
+            for each in switches(getattr(config, field.name))
+        }
+    if isinstance(config, tuple):
+        return set().union({(bool(config),)}, *map(switches, config))
+    is_number = isinstance(config, int | float) and config not in (0, 1)
+    return {("a number",) if is_number else (config,)}
+
+
+def test_jax_folders_have_every_switch():
+    by_folder = {folder: switches(config_from_folder(GOLDEN / folder)) for folder in MODELS}
+    covered = set().union(*(by_folder[folder] for folder in IN_JAX if folder in by_folder))
+    assert set().union(*by_folder.values()) <= covered

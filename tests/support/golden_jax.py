@@ -50,8 +50,9 @@ def ints(values: Array) -> jax.Array:
 SINK = ints(np.zeros(1))  # the only slot, and the only snapshot, which is never read
 
 
-def padded(values: Array, size: int) -> jax.Array:
-    return jnp.pad(jnp.asarray(values), [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1))
+def padded(values: Array | jax.Array, size: int) -> jax.Array:
+    # By numpy: XLA would compile a program for each length.
+    return jnp.asarray(np.pad(values, [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1)))
 
 
 class JaxModel:
