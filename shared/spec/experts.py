@@ -159,11 +159,12 @@ def experts(
     if weights.latent_in is not None:
         inputs = linear.product_float32(x, weights.latent_in).astype(x.dtype)
     out = np.zeros(inputs.shape, np.float32)
-    for row, (ids, shares) in enumerate(zip(chosen.ids, chosen.weights, strict=True)):
-        at = slice(row, row + 1)
-        own = replace(weights, gate_up=weights.gate_up.of_rows(at), down=weights.down.of_rows(at))
-        for expert, share in zip(ids, shares, strict=True):
-            out[row] += share * _of_expert(inputs[at], config, own, int(expert))[0]
+    for expert in np.unique(chosen.ids):  # ascending, as a row's experts are added
+        rows, places = np.nonzero(chosen.ids == expert)
+        gate_up, down = weights.gate_up.of_rows(rows), weights.down.of_rows(rows)
+        own = replace(weights, gate_up=gate_up, down=down)
+        of_expert = _of_expert(inputs[rows], config, own, int(expert))
+        out[rows] += chosen.weights[rows, places, None] * of_expert
     if weights.latent_out is not None:
         out = linear.product_float32(out.astype(x.dtype), weights.latent_out)
     if config.shared_intermediate:

@@ -81,7 +81,7 @@ class Matrix:
         lora = None if self.lora is None else self.lora.at(place)
         return replace(self, planes=planes, bias=bias, lora=lora)
 
-    def of_rows(self, rows: slice) -> "Matrix":
+    def of_rows(self, rows: Int[np.ndarray, " some"]) -> "Matrix":
         """Returns the weight with the adapters of some of the rows."""
         return self if self.lora is None else replace(self, lora=self.lora.of_rows(rows))
 

@@ -80,7 +80,7 @@ class RowAdapters:
         """Returns the operand of one layer of a stack, or of one expert of a layer."""
         return replace(self, weights=self.weights.at(place))
 
-    def of_rows(self, rows: slice) -> "RowAdapters":
+    def of_rows(self, rows: Int[np.ndarray, " some"]) -> "RowAdapters":
         """Returns the operand for some of the rows."""
         return replace(self, slots=self.slots[rows])
 
