@@ -20,7 +20,6 @@ from shared.models.config import ModelConfig
 from shared.models.mixers import (
     AttentionConfig,
     LatentAttentionConfig,
-    Mamba2Config,
 )
 from shared.models.sentence_list import sentence_list
 
@@ -146,17 +145,8 @@ def _gelu_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -
 def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     if program.work is not StepKind.PREFILL:
         return None
-    if _has_mamba2(blueprint):
-        return _MAMBA2
     has_layers = any(model.recurrent is not None for model in _models(blueprint))
     return _dtype_fault(takes, blueprint, program) if has_layers else None
-
-
-_MAMBA2 = "recurrent layers with the gated delta rule, got Mamba2 layers"
-
-
-def _has_mamba2(blueprint: BackendSpec) -> bool:
-    return any(isinstance(model.recurrent, Mamba2Config) for model in _models(blueprint))
 
 
 def _activation_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:

@@ -14,22 +14,22 @@ import torch
 import jax_impl.ops.recurrent.recurrent_layer
 import torch_impl.ops.recurrent.recurrent_layer
 from kernels.gdn_tiles import GDNPrefillTiles
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec import gated_delta
 from shared.spec.reduction_order import SQUARES
 from tests.support.cases.gdn.gdn_prefill import TABLE
-from tests.support.cases.gdn.recurrent_layer import MODEL, SMALL
-from tests.support.gdn_layer_kernels import EPS, LAYER, SHARED_KEYS
+from tests.support.cases.gdn.recurrent_layer import FALCON_H1, MODEL, NEMOTRON, SMALL
+from tests.support.gdn_layer_kernels import EPS, LAYER, MAMBA2, SHARED_KEYS
 from tests.support.gdn_prefill_kernels import (
     CASES,
     STATES,
     TILES,
-    WEIGHTS,
     Case,
     Found,
     alone,
     feed,
     found,
+    kernel_of,
     specified,
 )
 from tests.support.kernels import (
@@ -75,12 +75,13 @@ def assert_equal(got: Found, want: Found) -> None:
 def heads_of(case: Case, out: np.ndarray, request: int) -> np.ndarray:
     """A request's outputs as [H, T, V]."""
     own = out[case.rows(request)]
-    heads = (case.sizes.num_value_heads, case.sizes.value_size)
+    heads = case.sizes.state_shape[::2]
     return np.moveaxis(own.reshape(len(own), *heads), 1, 0)
 
 
 # Of Pallas: several requests, and one that forgets.
-COMPILED = ("ragged", "strong decay")
+COMPILED = ("ragged", "strong decay", "Mamba2, ragged")
+RAGGED = pytest.mark.parametrize("name", ["ragged", "Mamba2, ragged"])
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
@@ -101,7 +102,7 @@ def test_gdn_prefill_precise_after_strong_decay(language: str) -> None:
     case = CASES["ragged"]
     projected = case.projected.copy()
     projected[[5, 75], -case.sizes.num_value_heads :] = 3e4
-    weights = {name: getattr(case.weights, name).astype(np.float64) for name in WEIGHTS}
+    weights = {name: getattr(case.weights, name).astype(np.float64) for name in case.weight_names}
     exact = replace(
         case,
         projected=projected.astype(np.float64),
@@ -113,36 +114,39 @@ def test_gdn_prefill_precise_after_strong_decay(language: str) -> None:
     assert_close(got.recurrent, specified(exact).recurrent, STATE)
 
 
+@RAGGED
 @each_language
-def test_gdn_prefill_empty_request_preserves_and_saves_state(language: str) -> None:
-    case, got = CASES["ragged"], found(language, "ragged")
+def test_gdn_prefill_empty_request_preserves_and_saves_state(name: str, language: str) -> None:
+    case, got = CASES[name], found(language, name)
     (slot,) = case.slots[case.lengths == 0]
     (save,) = case.save[case.lengths == 0]
-    for name in ("recurrent", "window"):
+    for state in ("recurrent", "window"):
         before, after, saved = (
-            getattr(case, name),
-            getattr(got, name),
-            getattr(got, f"saved_{name}"),
+            getattr(case, state),
+            getattr(got, state),
+            getattr(got, f"saved_{state}"),
         )
         np.testing.assert_array_equal(after[:, slot], before[:, slot])
         np.testing.assert_array_equal(saved[LAYER, save], before[LAYER, slot])
 
 
+@RAGGED
 @each_language
-def test_gdn_prefill_request_is_batch_invariant(language: str) -> None:
-    case, together = CASES["ragged"], found(language, "ragged")
+def test_gdn_prefill_request_is_batch_invariant(name: str, language: str) -> None:
+    case, together = CASES[name], found(language, name)
     request = 3
     got, slot = feed(language, alone(case, request)), case.slots[request]
     outputs = got.out[: case.lengths[request]]
     np.testing.assert_array_equal(outputs, together.out[case.rows(request)])
-    for name in ("recurrent", "window"):
-        mine, other = getattr(got, name), getattr(together, name)
+    for state in ("recurrent", "window"):
+        mine, other = getattr(got, state), getattr(together, state)
         np.testing.assert_array_equal(mine[LAYER, slot], other[LAYER, slot])
 
 
+@RAGGED
 @each_language
-def test_gdn_prefill_chunks_of_64_bitwise_equal(language: str) -> None:
-    case, whole = CASES["ragged"], found(language, "ragged")
+def test_gdn_prefill_chunks_of_64_bitwise_equal(name: str, language: str) -> None:
+    case, whole = CASES[name], found(language, name)
     request = 3
     slot, outputs = case.slots[request], []
     for rows in (slice(0, 64), slice(64, 130)):
@@ -150,14 +154,15 @@ def test_gdn_prefill_chunks_of_64_bitwise_equal(language: str) -> None:
         outputs.append(got.out[: rows.stop - rows.start])
         case = replace(case, recurrent=got.recurrent, window=got.window)
     np.testing.assert_array_equal(np.concatenate(outputs), whole.out[case.rows(request)])
-    for name in ("recurrent", "window"):
-        mine, other = getattr(case, name), getattr(whole, name)
+    for state in ("recurrent", "window"):
+        mine, other = getattr(case, state), getattr(whole, state)
         np.testing.assert_array_equal(mine[LAYER, slot], other[LAYER, slot])
 
 
+@RAGGED
 @each_language
-def test_gdn_prefill_snapshot_equals_state_of_shorter_prompt(language: str) -> None:
-    case, got = CASES["ragged"], found(language, "ragged")
+def test_gdn_prefill_snapshot_equals_state_of_shorter_prompt(name: str, language: str) -> None:
+    case, got = CASES[name], found(language, name)
     slot, save = case.slots[0], case.save[0]
     cut = feed(language, alone(case, 0, slice(case.save_after[0])))
     np.testing.assert_array_equal(got.saved_recurrent[LAYER, save], cut.recurrent[LAYER, slot])
@@ -165,9 +170,10 @@ def test_gdn_prefill_snapshot_equals_state_of_shorter_prompt(language: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@RAGGED
 @each_language
-def test_gdn_prefill_nan_request_preserves_other_requests(language: str) -> None:
-    case, want = CASES["ragged"], found(language, "ragged")
+def test_gdn_prefill_nan_request_preserves_other_requests(name: str, language: str) -> None:
+    case, want = CASES[name], found(language, name)
     rows, slot, save = case.rows(0), case.slots[0], case.save[0]
     projected, recurrent, window = case.projected.copy(), case.recurrent.copy(), case.window.copy()
     projected[rows] = np.nan
@@ -176,36 +182,39 @@ def test_gdn_prefill_nan_request_preserves_other_requests(language: str) -> None
     assert np.isnan(got.out[rows]).all()
     assert np.isnan(got.saved_recurrent[LAYER, save]).all()
     np.testing.assert_array_equal(got.out[rows.stop :], want.out[rows.stop :])
-    for name, place in zip(STATES, (slot, slot, save, save), strict=True):
-        mine, other = getattr(got, name), getattr(want, name)
+    for state, place in zip(STATES, (slot, slot, save, save), strict=True):
+        mine, other = getattr(got, state), getattr(want, state)
         others = np.delete(np.arange(mine.shape[1]), place)
         np.testing.assert_array_equal(mine[:, others], other[:, others])
 
 
 @a_language
-def test_gdn_prefill_bits_independent_of_tile_config(language: str) -> None:
+@pytest.mark.parametrize("name", ["unshared keys", "Mamba2, ragged"])
+def test_gdn_prefill_bits_independent_of_tile_config(name: str, language: str) -> None:
     tiles = GDNPrefillTiles(columns=16, warps=8, stages=3, prepare_warps=8, rows=16, row_warps=1)
-    assert_equal(feed(language, CASES["unshared keys"], tiles), found(language, "unshared keys"))
+    assert_equal(feed(language, CASES[name], tiles), found(language, name))
 
 
 @both_languages
-@pytest.mark.parametrize("name", in_pallas(["ragged", "strong decay"], COMPILED[1:]))
+@pytest.mark.parametrize("name", in_pallas(["ragged", *COMPILED[1:]], COMPILED[1:]))
 def test_gdn_prefill_kernels_bitwise_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_arithmetic(monkeypatch)
     assert_equal(*(feed(language, CASES[name]) for language in KERNELS))
 
 
-def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes(lengths: tuple[int, ...], sizes: RecurrentConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a model's layers, as arguments of `prefill`."""
-    (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
+    (H, K, V), C, has_delta = sizes.state_shape, sizes.channels, sizes.has_delta
     L, B, of = 3, len(lengths), jax.ShapeDtypeStruct
     half, single, ints = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32, jnp.int32))
     states = {"recurrent": single((L, 4, H, K, V)), "window": half((L, 4, 3, C))}
     return {
-        "projected": half((sum(lengths), C + H * V + 2 * H)),
+        "projected": half((sum(lengths), C + H * V + (1 + has_delta) * H)),
         "conv": half((C, 4)),
         **{name: single((H,)) for name in ("a_log", "dt_bias")},
-        "norm": single((V,)),
+        **(
+            {"norm": single((V,))} if has_delta else {"conv_bias": half((C,)), "skip": single((H,))}
+        ),
         **states,
         **{f"saved_{name}": x for name, x in states.items()},
         **{"layer": ints((1,)), "row_starts": ints((B + 1,))},
@@ -213,22 +222,26 @@ def shapes(lengths: tuple[int, ...], sizes: GatedDeltaConfig) -> dict[str, jax.S
     }
 
 
-@pytest.mark.parametrize("sizes", [MODEL, SMALL, SHARED_KEYS], ids=str)
+SIZES = (MODEL, SMALL, SHARED_KEYS, NEMOTRON, FALCON_H1, MAMBA2)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("lengths", [(1,), (2048,), (100, 3, 64)], ids=str)
 def test_pallas_gdn_prefill_lowers_for_gpu(
-    lengths: tuple[int, ...], sizes: GatedDeltaConfig
+    lengths: tuple[int, ...], sizes: RecurrentConfig
 ) -> None:
     # The interpreter accepts operations and sizes that the lowering rejects.
-    kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **HOW)
+    kernel = partial(kernel_of("pallas", sizes.has_delta), tiles=TILES)
     program = jax.jit(kernel).trace(**shapes(lengths, sizes))
     lowered = program.lower(lowering_platforms=("cuda",)).as_text()
-    assert lowered.count("__gpu$xla.gpu.triton") == 4
+    assert lowered.count("__gpu$xla.gpu.triton") == 3 + sizes.has_delta
 
 
 def test_gdn_prefill_kernels_same_signature_and_chunk() -> None:
     modules = [each["gdn_prefill"] for each in KERNELS.values()]
-    names = [list(inspect.signature(module.prefill).parameters) for module in modules]
-    assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
+    for kernels in (modules, [each["mamba2_prefill"] for each in KERNELS.values()]):
+        names = [list(inspect.signature(module.prefill).parameters) for module in kernels]
+        assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
     assert all(module.CHUNK == gated_delta.CHUNK for module in modules)
 
 
@@ -261,18 +274,26 @@ def launches(operation: Callable, first: jax.Array, others: list, platform: str)
     return lowered.count("__gpu$xla.gpu.triton")
 
 
+SMALL_CASES = [case for case in TABLE if not case.is_large]
+
+
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_jax_gdn_prefill_kernel_requires_gpu_and_bfloat16(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, case: OpCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    operation, (first, *others) = bound(monkeypatch, "pallas", replace(TABLE[0], dtype=dtype))
+    operation, (first, *others) = bound(monkeypatch, "pallas", replace(case, dtype=dtype))
     found = {x: launches(operation, first, others, x) for x in ("cpu", "cuda")}
-    assert found == {"cpu": 0, "cuda": 4 if dtype == "bfloat16" else 0}
+    count = 3 + case.arguments(0)["sizes"].has_delta
+    assert found == {"cpu": 0, "cuda": count if dtype == "bfloat16" else 0}
 
 
 @both_languages
-def test_torch_gdn_prefill_kernel_matches_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(TABLE[0], dtype="bfloat16")
+@pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+def test_torch_gdn_prefill_kernel_matches_spec(
+    case: OpCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, dtype="bfloat16")
     operation, placed = bound(monkeypatch, "triton", case)
     got = [x.float().cpu().numpy() for x in as_list(operation(*placed))]
     assert case.errors(case.arguments(0), got)[0] < 1e-2  # two roundings to 8 bits, and more

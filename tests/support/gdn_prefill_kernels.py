@@ -1,8 +1,9 @@
-"""Prompts through gated-delta layers by the kernels of both languages, on random requests."""
+"""Prompts through GDN and Mamba2 layers by the kernels of both languages, on random requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,19 @@ import torch
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.gdn_tiles import GDNPrefillTiles
-from shared.models.mixers import GatedDeltaConfig
+from shared.models.mixers import RecurrentConfig
 from shared.spec import recurrent_layer as spec
+from shared.spec import recurrent_mixer
 from shared.spec.recurrent_mixer import RecurrentWeights
-from shared.spec.recurrent_state import WINDOW, RecurrentState
+from shared.spec.recurrent_state import WINDOW, RecurrentState, conv
 from shared.spec.reduction_order import SQUARES
-from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS
+from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, MAMBA2, OWN_KEYS, SHARED_KEYS
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 
 TILES = GDNPrefillTiles(columns=32, warps=4, stages=2, prepare_warps=4, rows=64, row_warps=4)
-WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
+WEIGHTS = ("conv", "a_log", "dt_bias")
 STATES = ("recurrent", "window", "saved_recurrent", "saved_window")
-HALVES = ("projected", "conv", "window", "saved_window")
+HALVES = ("projected", "conv", "conv_bias", "window", "saved_window")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Case:
       lengths: Rows of each request.
     """
 
-    sizes: GatedDeltaConfig
+    sizes: RecurrentConfig
     lengths: np.ndarray
     projected: np.ndarray
     weights: RecurrentWeights
@@ -51,6 +53,11 @@ class Case:
         """First flat row of each request, and the end."""
         return np.append(0, np.cumsum(self.lengths)).astype(np.int32)
 
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Weights that the kernels of the mixer read."""
+        return (*WEIGHTS, "norm") if self.sizes.has_delta else (*WEIGHTS, "conv_bias", "skip")
+
     def rows(self, request: int) -> slice:
         return slice(*self.row_starts[request : request + 2])
 
@@ -58,7 +65,7 @@ class Case:
         """All arrays by the kernels' names."""
         names = ("projected", *STATES, "slots", "row_starts", "save_after", "save")
         own = {name: getattr(self, name) for name in names}
-        return own | {name: getattr(self.weights, name) for name in WEIGHTS}
+        return own | {name: getattr(self.weights, name) for name in self.weight_names}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def in_half(x: np.ndarray) -> np.ndarray:
 
 def make(
     lengths: Sequence[int],
-    sizes: GatedDeltaConfig = SHARED_KEYS,
+    sizes: RecurrentConfig = SHARED_KEYS,
     *,
     saves: Sequence[tuple[int, int]] = (),
     padding: int = 3,
@@ -95,7 +102,7 @@ def make(
       max_gate: Of a head, on which the log of its decay depends linearly; 14 is some 1e-6 a token.
     """
     rng = np.random.default_rng(seed)
-    (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
+    (H, K, V), C, has_delta = sizes.state_shape, sizes.channels, sizes.has_delta
     B = len(lengths)
     slots = (1 + rng.permutation(B + 1)[:B]).astype(np.int32)
     recurrent, saved_recurrent = np.full((2, LAYERS, B + 2, H, K, V), np.nan, np.float32)
@@ -103,17 +110,18 @@ def make(
     recurrent[LAYER, slots] = rng.standard_normal((B, H, K, V)) / 4
     window[LAYER, slots] = in_half(rng.standard_normal((B, WINDOW, C)))
     R = sum(lengths) + padding
-    projected = rng.standard_normal((R, C + H * V + 2 * H)).astype(np.float32)
-    keys = slice(sizes.num_key_heads * K, 2 * sizes.num_key_heads * K)
+    projected = rng.standard_normal((R, C + H * V + (1 + has_delta) * H)).astype(np.float32)
+    key_columns = (C - H * V) // 2
+    keys = slice(key_columns, 2 * key_columns)
     projected[:, keys] += alike * (2 * projected[:1, keys] - projected[:, keys])
     weights = RecurrentWeights(
         conv=in_half(rng.standard_normal((C, 4))),
-        conv_bias=None,
+        conv_bias=None if has_delta else in_half(rng.standard_normal(C)),
         a_log=rng.uniform(-1, 0, H).astype(np.float32),
         # The first head's decays are nearly 1.
         dt_bias=np.linspace(-11, max_gate, H, dtype=np.float32),
-        skip=None,
-        norm=rng.standard_normal(V).astype(np.float32),
+        skip=None if has_delta else rng.standard_normal(H).astype(np.float32),
+        norm=rng.standard_normal(V).astype(np.float32) if has_delta else None,
         eps=EPS,
     )
     saves = [*saves, *[(0, 0)] * (B - len(saves))]
@@ -140,6 +148,9 @@ CASES = {
     "strong decay": make(RAGGED, saves=SAVES, max_gate=500),
     "unshared keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
     "a long prompt": make((512,), saves=((256, 1),), padding=0),
+    "Mamba2, ragged": make(RAGGED, MAMBA2, saves=SAVES),
+    "Mamba2, strong decay": make(RAGGED, MAMBA2, saves=SAVES, max_gate=500),
+    "Mamba2, a long prompt": make((512,), MAMBA2, saves=((256, 1),), padding=0),
 }
 
 
@@ -154,38 +165,58 @@ def found(language: str, name: str) -> Found:
     return feed(language, CASES[name])
 
 
+def kernel_of(language: str, has_delta: bool) -> Callable:
+    """The kernels of a mixer, with their settings."""
+    name = "gdn_prefill" if has_delta else "mamba2_prefill"
+    settings = {"eps": EPS, "digits": SQUARES.digits} if has_delta else {}
+    return partial(KERNELS[language][name].prefill, **settings)
+
+
 @cache
-def pallas_program(tiles: GDNPrefillTiles, dot: Callable) -> Callable:
+def pallas_program(tiles: GDNPrefillTiles, has_delta: bool, dot: Callable) -> Callable:
     """The kernels as one program, traced with a product of matrices that tests may replace."""
     assert dot is pltriton.dot
-    how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles, "interpret": INTERPRET}
-    kernel = partial(KERNELS["pallas"]["gdn_prefill"].prefill, **how)
+    kernel = partial(kernel_of("pallas", has_delta), tiles=tiles, interpret=INTERPRET)
     return jax.jit(lambda **given: kernel(**given), compiler_options=AS_WRITTEN)
 
 
 def _in_pallas(case: Case, tiles: GDNPrefillTiles) -> Found:
     own = case.arrays()
     # Weights of all layers.
-    own |= {k: np.stack([np.full_like(own[k], np.nan), own[k]]) for k in WEIGHTS}
+    own |= {k: np.stack([np.full_like(own[k], np.nan), own[k]]) for k in case.weight_names}
     given = {k: jnp.asarray(x, jnp.bfloat16 if k in HALVES else None) for k, x in own.items()}
-    got = pallas_program(tiles, pltriton.dot)(layer=jnp.full(1, LAYER, jnp.int32), **given)
+    program = pallas_program(tiles, case.sizes.has_delta, pltriton.dot)
+    got = program(layer=jnp.full(1, LAYER, jnp.int32), **given)
     return Found(*(np.asarray(x, np.float32) for x in got))
 
 
 def _in_triton(case: Case, tiles: GDNPrefillTiles) -> Found:
     device = "cuda" if ON_GPU else "cpu"
     given = {k: torch.tensor(x, device=device) for k, x in case.arrays().items()}
-    given |= {k: given[k].to(torch.bfloat16) for k in HALVES}
-    how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles}
-    out = KERNELS["triton"]["gdn_prefill"].prefill(layer=LAYER, **given, **how)
+    given |= {k: given[k].to(torch.bfloat16) for k in given.keys() & HALVES}
+    out = kernel_of("triton", case.sizes.has_delta)(layer=LAYER, **given, tiles=tiles)
     return Found(*(x.float().cpu().numpy() for x in (out, *(given[name] for name in STATES))))
 
 
 def specified(case: Case) -> Found:
-    """Returns the specification's results: zeros for padding, and snapshots if requested."""
+    """Returns the specification's results: zeros for padding, and snapshots if requested.
+
+    The channels of Mamba2 are rounded after the convolution, as in both backends.
+    """
+    if case.sizes.has_delta:
+        return _specified(case)
+
+    def rounded_conv(*given: np.ndarray) -> np.ndarray:
+        return in_half(conv(*given))
+
+    with patch.object(recurrent_mixer, "conv", rounded_conv):
+        return _specified(case)
+
+
+def _specified(case: Case) -> Found:
     starts = case.row_starts
     recurrent, window, saved_recurrent, saved_window = (getattr(case, x).copy() for x in STATES)
-    out = np.zeros((len(case.projected), case.sizes.num_value_heads * case.sizes.value_size))
+    out = np.zeros((len(case.projected), case.sizes.values))
     states = RecurrentState(case.recurrent, case.window)
     for request, slot in enumerate(case.slots):
         whole, save = case.lengths[request], case.save[request]

@@ -2,9 +2,10 @@
 
 Same as `shared.spec.recurrent_layer`.
 
-On a GPU these are kernels for GDN (prefill: bfloat16 only); see `jax_impl.ops`.
+On a GPU these are kernels (prefill: bfloat16 only); see `jax_impl.ops`.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -135,26 +136,17 @@ def kernel_prefill(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], RecurrentState, RecurrentState]:
-    if not sizes.has_delta:
-        return plain_prefill(
-            inputs,
-            weights,
-            sizes,
-            states,
-            snapshots,
-            layer,
-            slots,
-            row_starts,
-            request,
-            save_after,
-            save,
-        )
-    out, recurrent, window, *saved = kernels.gdn_prefill.prefill(
+    if sizes.has_delta:
+        settings = {"norm": weights.norm, "eps": weights.eps, "digits": SQUARES.digits}
+        launch = partial(kernels.gdn_prefill.prefill, **settings)
+    else:
+        settings = {"conv_bias": weights.conv_bias, "skip": weights.skip}
+        launch = partial(kernels.mamba2_prefill.prefill, **settings)
+    out, recurrent, window, *saved = launch(
         inputs,
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        norm=weights.norm,
         recurrent=states.recurrent,
         window=states.window,
         saved_recurrent=snapshots.recurrent,
@@ -164,8 +156,6 @@ def kernel_prefill(
         row_starts=row_starts,
         save_after=save_after,
         save=save,
-        eps=weights.eps,
-        digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
     )
     return out, RecurrentState(recurrent, window), RecurrentState(*saved)

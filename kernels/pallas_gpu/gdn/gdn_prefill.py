@@ -31,7 +31,6 @@ from kernels.pallas_gpu.gdn.gdn_chunk import (
 )
 from kernels.pallas_gpu.gdn.gdn_rows import (
     LOG2_E,
-    WINDOW,
     GDNLayerWeights,
     Inputs,
     States,
@@ -42,15 +41,12 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
     sum_by_halves,
     unit,
 )
-
-
-class PrefillRequests(NamedTuple):
-    """Requests of a step; `starts` has the first row of each, and the end."""
-
-    slots: Any
-    starts: Any
-    save_after: Any
-    save: Any
+from kernels.pallas_gpu.gdn.prefill_requests import (
+    PrefillRequests,
+    first_chunk,
+    move_window,
+    rows_of,
+)
 
 
 class PrefillRows(NamedTuple):
@@ -201,7 +197,7 @@ def _rows_kernel(
     head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     chunk = lax.div(part, CHUNK // rows)
     within = lax.rem(part, CHUNK // rows) * rows
-    request, start, first, count = _rows_of(requests.starts, chunk)
+    request, start, first, count = rows_of(requests.starts, chunk)
 
     @pl.when(first + within < count)
     def _():
@@ -244,26 +240,6 @@ def _rows_kernel(
             pltriton.store(v_ref.at[row, value_head, column], v, mask=keep)
 
 
-def _rows_of(starts_ref, chunk):
-    """Returns the request of a chunk, its first row, the chunk's first row in it, its row count."""
-    requests = starts_ref.shape[0] - 1
-    lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
-    is_one = lane < requests
-    starts = pltriton.load(starts_ref.at[lane], mask=is_one, other=0)
-    begins = is_one & (_first_chunk(starts, lane) <= chunk)
-    request = jnp.sum(begins.astype(jnp.int32), axis=0) - 1
-    start, stop = starts_ref[request], starts_ref[request + 1]
-    return request, start, (chunk - _first_chunk(start, request)) * CHUNK, stop - start
-
-
-def _first_chunk(start, request):
-    """Returns the index of a request's first chunk, which depends on the earlier rows alone.
-
-    Chunks of requests do not overlap: rounding adds at most one chunk per request.
-    """
-    return lax.div(start, CHUNK) + request
-
-
 def _prepare_kernel(
     projected_ref,
     weights,
@@ -281,7 +257,7 @@ def _prepare_kernel(
     first_gate = projected_ref.shape[1] - 2 * H
     head, chunk, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     key_head = lax.div(head, H // key_heads)
-    _, start, first, count = _rows_of(requests.starts, chunk)
+    _, start, first, count = rows_of(requests.starts, chunk)
 
     @pl.when(first < count)
     def _():
@@ -348,7 +324,7 @@ def _carry_kernel(
     nothing = jnp.zeros((CHUNK, columns), jnp.float32)
 
     def advance(i, state):
-        place, node = _first_chunk(start, request) + i, i * CHUNK + row
+        place, node = first_chunk(start, request) + i, i * CHUNK + row
         is_row, at = (node < count)[:, None], (start + node)[:, None]
 
         q, *k = _keys(rows.keys, key_head, at, is_row)
@@ -373,41 +349,29 @@ def _carry_kernel(
     state = lax.fori_loop(0, pl.cdiv(count, CHUNK), advance, state)
     pl.when(count > 0)(lambda: pltriton.store(state_at, state))
 
-    def move_window(first, D):
-        """Writes the conv state of some channels after all rows, and a copy after `save_after`."""
-        lane, channel = lax.iota(jnp.int32, 4), first + lax.iota(jnp.int32, D)[None, :]
-        is_one = (lane < WINDOW)[:, None]
+    inputs = Inputs(
+        projected=projected_ref,
+        first=0,
+        window=states.window,
+        layer=layer,
+        slot=slot,
+        start=start,
+        count=count,
+    )
 
-        def after(taken):
-            """Returns rows `taken` to `taken + 3` of the old conv state and the request's rows."""
-            place, is_one = taken + lane, lane < WINDOW
-            is_new = (is_one & (place >= WINDOW))[:, None]
-            is_old = (is_one & (place < WINDOW))[:, None]
-            place = place[:, None]
-            at = projected_ref.at[start + place - WINDOW, channel]
-            new = pltriton.load(at, mask=is_new, other=0.0)
-            at = states.window.at[layer, slot, place, channel]
-            return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
-
-        @pl.when(is_saved)
-        def _():
-            at = snapshots.window.at[layer, save, lane[:, None], channel]
-            pltriton.store(at, after(save_after), mask=is_one)
-
-        new = after(count)
-        if not interpret:
-            pltriton.debug_barrier()  # other threads may still read what this one overwrites
-        # The last lane is out of bounds, for the interpreter.
-        pltriton.store(states.window.at[layer, slot, lane[:, None], channel], new, mask=is_one)
+    def move(first, D):
+        move_window(
+            inputs, snapshots.window, save, save_after, is_saved, first, D, interpret=interpret
+        )
 
     @pl.when((count > 0) | is_saved)
     def _():
-        move_window(2 * key_heads * K + head * V + block * columns, columns)
+        move(2 * key_heads * K + head * V + block * columns, columns)
 
         @pl.when((lax.rem(head, H // key_heads) == 0) & (block == 0))
         def _():
-            move_window(key_head * K, K)
-            move_window((key_heads + key_head) * K, K)
+            move(key_head * K, K)
+            move((key_heads + key_head) * K, K)
 
 
 def _norm_kernel(

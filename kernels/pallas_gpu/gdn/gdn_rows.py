@@ -62,7 +62,7 @@ def of_layer(ref, rank, layer, *at):
 
 def convolved(inputs, weights, places, channel):
     """Returns the inputs of some channels at each node, and their causal convolution with SiLU."""
-    total = None
+    total: Any = None
     for tap, place in enumerate(places):
         is_old, place = (place < WINDOW)[:, None], place[:, None]
         # Spare nodes read no row.

@@ -42,16 +42,13 @@ from kernels.triton_gpu.gdn.gdn_rows import (
     sum_by_halves,
     unit,
 )
+from kernels.triton_gpu.gdn.prefill_requests import (
+    PrefillRequests,
+    first_chunk,
+    move_window,
+    rows_of,
+)
 from kernels.triton_gpu.gemm.linear import launching
-
-
-class PrefillRequests(NamedTuple):
-    """Requests of a step; `starts` has the first row of each, and the end."""
-
-    slots: Any
-    starts: Any
-    save_after: Any
-    save: Any
 
 
 class ChunkOutputs(NamedTuple):
@@ -195,7 +192,7 @@ def _rows_kernel(
         gdc_wait()
         gdc_launch_dependents()
     chunk, within = part // (SIZE // rows), part % (SIZE // rows) * rows
-    request, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
+    request, start, first, count = rows_of(requests.starts, chunk, num_requests, lanes)
     node = first + within + tl.arange(0, rows)
     if first + within >= count:
         return
@@ -226,27 +223,6 @@ def _rows_kernel(
         tl.store(v_at, v, mask=keep)
 
 
-@triton.jit
-def _rows_of(starts_at, chunk, num_requests, lanes: tl.constexpr):
-    """Returns the request of a chunk, its first row, the chunk's first row in it, its row count."""
-    lane = tl.arange(0, lanes)
-    is_one = lane < num_requests
-    starts = tl.load(starts_at + lane, mask=is_one, other=0)
-    begins = is_one & (_first_chunk(starts, lane) <= chunk)
-    request = tl.sum(begins.to(tl.int32), 0) - 1
-    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    return request, start, (chunk - _first_chunk(start, request)) * SIZE, stop - start
-
-
-@triton.jit
-def _first_chunk(start, request):
-    """Returns the index of a request's first chunk, which depends on the earlier rows alone.
-
-    Chunks of requests do not overlap: rounding adds at most one chunk per request.
-    """
-    return start // SIZE + request
-
-
 @triton.jit(do_not_specialize=["num_requests"])
 def _prepare_kernel(
     projected_at,
@@ -267,7 +243,7 @@ def _prepare_kernel(
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    _, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
+    _, start, first, count = rows_of(requests.starts, chunk, num_requests, lanes)
     if first >= count:
         return
     row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
@@ -346,7 +322,7 @@ def _carry_kernel(
 
     row = tl.arange(0, SIZE)
     square = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    place = _first_chunk(start, request).to(tl.int64) * H + head
+    place = first_chunk(start, request).to(tl.int64) * H + head
     solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
     scores_at = chunks.scores + (place * (SIZE * SIZE) + square)
     total_at = chunks.total + place * SIZE
@@ -393,38 +369,12 @@ def _carry_kernel(
     )
     saved_at = snapshots.window + save * (WINDOW * sizes.C)
     channel = 2 * key_heads * K + head * V + block * columns
-    _move_window(inputs, saved_at, save_after, is_saved, channel, columns, sizes)
+    move_window(inputs, saved_at, save_after, is_saved, channel, columns, sizes)
     if (head % (H // key_heads) == 0) & (block == 0):
         channel = key_head * K
-        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
+        move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
         channel = (key_heads + key_head) * K
-        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
-
-
-@triton.jit
-def _move_window(
-    inputs, saved_at, save_after, is_saved, first, D: tl.constexpr, sizes: tl.constexpr
-):
-    """Writes the conv state of some channels after all rows, and a copy after `save_after`."""
-    lane, channel = tl.arange(0, 4), first + tl.arange(0, D)[None, :]
-    is_one, at = (lane < WINDOW)[:, None], lane[:, None] * sizes.C + channel
-    if is_saved:
-        saved = _window_after(inputs, save_after, lane, channel, sizes)
-        tl.store(saved_at + at, saved, mask=is_one)
-    new = _window_after(inputs, inputs.count, lane, channel, sizes)
-    tl.debug_barrier()  # other threads may still read what this one overwrites
-    tl.store(inputs.window + at, new, mask=is_one)
-
-
-@triton.jit
-def _window_after(inputs, taken, lane, channel, sizes: tl.constexpr):
-    """Returns rows `taken` to `taken + 3` of the old conv state and the request's rows."""
-    place, is_one = taken + lane, lane < WINDOW
-    is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
-    at = inputs.rows + (place - WINDOW).to(tl.int64)[:, None] * sizes.width + channel
-    new = tl.load(at, mask=is_new, other=0.0)
-    at = inputs.window + place[:, None] * sizes.C + channel
-    return tl.where(is_new, new, tl.load(at, mask=is_old, other=0.0))
+        move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])

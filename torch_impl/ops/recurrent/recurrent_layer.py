@@ -2,11 +2,12 @@
 
 Same as `shared.spec.recurrent_layer`.
 
-States are written in place. On a GPU these are kernels for GDN (prefill: bfloat16 only); see
+States are written in place. On a GPU these are kernels (prefill: bfloat16 only); see
 `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -138,26 +139,17 @@ def kernel_prefill(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    if not sizes.has_delta:
-        return plain_prefill(
-            inputs,
-            weights,
-            sizes,
-            states,
-            snapshots,
-            layer,
-            slots,
-            row_starts,
-            request,
-            save_after,
-            save,
-        )
-    return kernels.gdn_prefill.prefill(
+    if sizes.has_delta:
+        settings = {"norm": weights.norm, "eps": weights.eps, "digits": SQUARES.digits}
+        launch = partial(kernels.gdn_prefill.prefill, **settings)
+    else:
+        settings = {"conv_bias": weights.conv_bias, "skip": weights.skip}
+        launch = partial(kernels.mamba2_prefill.prefill, **settings)
+    return launch(
         inputs,
         conv=weights.conv,
         a_log=weights.a_log,
         dt_bias=weights.dt_bias,
-        norm=weights.norm,
         recurrent=states.recurrent,
         window=states.window,
         saved_recurrent=snapshots.recurrent,
@@ -167,8 +159,6 @@ def kernel_prefill(
         row_starts=row_starts,
         save_after=save_after,
         save=save,
-        eps=weights.eps,
-        digits=SQUARES.digits,
         tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
     )
 
