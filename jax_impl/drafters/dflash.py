@@ -127,7 +127,14 @@ class BlockDrafter(NamedTuple):
         if shape.width > 1:
             ids, edges, lists = self._candidates(scored, newest, hidden, shape.depth, rank)
             grown = best_prefixes.grow(
-                newest, ids, edges, lists, requests.max_drafts, requests.can_draft, shape.nodes
+                newest,
+                ids,
+                edges,
+                lists,
+                rank.sampling.branch_calibration,
+                requests.max_drafts,
+                requests.can_draft,
+                shape.nodes,
             )
             return DraftTrees(*grown, None), memory
         drafts, edges, processed = self._chosen(

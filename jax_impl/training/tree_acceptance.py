@@ -109,7 +109,8 @@ def accepted(weights: Float[np.ndarray, "slots K"], ranks: Ranks) -> list[int]:
       ranks: Rank of the true token of each depth; K if it is no candidate.
     """
     K = weights.shape[1]
-    found = best_prefixes(weights[:, None], None, max(NODES) - 1)
+    no_calibration = np.zeros(len(weights), np.float32)
+    found = best_prefixes(weights[:, None], None, no_calibration, max(NODES) - 1)
     is_accepted = [True]
     for parent, slot, _ in found:
         is_accepted.append(is_accepted[parent] and ranks[slot // K] == slot % K)

@@ -100,7 +100,7 @@ def sampling_layout(kind: type, capacity: BackendLimits) -> dict[str, tuple[tupl
         `capacity`.
     """
     bounds = {"M": capacity.max_stop_ids, "K": capacity.max_bias}
-    bounds |= {"paths": 2, "S_max": capacity.max_calibrated}
+    bounds |= {"S_max": capacity.max_calibrated}
     layout = {}
     for name, array in get_type_hints(kind).items():
         (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()

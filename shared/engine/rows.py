@@ -80,8 +80,10 @@ class ScheduledRows:
       shape: Draft shape of a decode and of a draft step.
       drafts: Host-built tree of each row of a decode; None otherwise.
       copies: N-gram drafts of each row to merge into the device's trees; None otherwise.
-      calibration: Acceptance probability of each row's paths by depth, see
+      calibration: Acceptance probability of each row's chain by depth, see
         `shared.spec.sampling.Sampling`; None if unknown.
+      branch_calibration: Acceptance off the first path of trees by depth, the same for all rows;
+        None if unknown.
       corpus_nodes: For n-gram trees in `drafts` or `ngram_drafts`: returns the nodes of a row that
         come from an external corpus. None for all other trees.
       masks: Grammar masks of the nodes; None if no row has a grammar.
@@ -98,7 +100,8 @@ class ScheduledRows:
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
     copies: NgramTrees | None = None
-    calibration: Float32[np.ndarray, "B paths S_max"] | None = None
+    calibration: Float32[np.ndarray, "B S_max"] | None = None
+    branch_calibration: Float32[np.ndarray, " S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
     masks: BitmaskRows | None = None
 
@@ -134,7 +137,8 @@ class ScheduledRows:
         *,
         drafts: HostDraft | None = None,
         copies: NgramTrees | None = None,
-        calibration: Float32[np.ndarray, "B paths S_max"] | None = None,
+        calibration: Float32[np.ndarray, "B S_max"] | None = None,
+        branch_calibration: Float32[np.ndarray, " S_max"] | None = None,
         corpus_nodes: Callable[[int], list[int]] | None = None,
         masks: BitmaskRows | None = None,
     ) -> Self:
@@ -146,6 +150,7 @@ class ScheduledRows:
             drafts=drafts,
             copies=copies,
             calibration=calibration,
+            branch_calibration=branch_calibration,
             corpus_nodes=corpus_nodes,
             masks=masks,
         )
@@ -266,6 +271,8 @@ def _copy_known(plan: StepPlan, rows: ScheduledRows) -> None:
     """Writes calibration and masks of a decode, and the draft trees of the host."""
     if rows.calibration is not None:
         plan.sampling.calibration[: len(rows.calibration)] = rows.calibration
+    if rows.branch_calibration is not None:
+        plan.sampling.branch_calibration[: len(rows.requests)] = rows.branch_calibration
     if rows.masks is not None:
         assert plan.mask is not None  # the program was selected for it
         plan.mask.bits[1 : 1 + len(rows.masks.bits)] = rows.masks.bits

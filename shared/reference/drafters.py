@@ -286,7 +286,8 @@ class BlockDrafter:
             return ids[:, :, 0], edges[:, :, 0]
 
         if shape.width > 1:
-            return Trees.drafted_as(self._drafter.grow(self._kv, requests, shape, slots))
+            known = rank.sampling.branch_calibration
+            return Trees.drafted_as(self._drafter.grow(self._kv, requests, shape, slots, known))
         return Trees.drafted_as(self._drafter.draft(self._kv, requests, shape.depth, choose))
 
     def extend(

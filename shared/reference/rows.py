@@ -161,7 +161,7 @@ class Trees:
         tokens, parents, num_nodes, weights = tree
         return cls(tokens, parents, num_nodes, np.zeros(len(tokens), bool), weights)
 
-    def shared(self, calibration: Float[np.ndarray, "B paths S_max"], rows: int) -> "Trees":
+    def shared(self, calibration: Float[np.ndarray, "B S_max"], rows: int) -> "Trees":
         """Returns the trees pruned to a verify budget."""
         assert self.weights is not None  # set for drafted trees
         ranked = verify_budget.log_acceptance(self.parents, self.weights, calibration)
@@ -173,7 +173,7 @@ class Trees:
     def joined(
         self,
         given: NgramTrees,
-        calibration: Float[np.ndarray, "B paths S_max"],
+        calibration: Float[np.ndarray, "B S_max"],
         lengths: Int[np.ndarray, " B"],
         max_drafts: Int[np.ndarray, " B"],
         shape: TreeShape,

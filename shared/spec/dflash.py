@@ -231,13 +231,21 @@ class BlockHeadDrafter:
         chains = draft_tree.chains(drafts, requests.newest, requests.max_drafts, requests.can_draft)
         return (*chains, verify_budget.chain_weights(edges))
 
-    def grow(self, kv: KV, requests: DraftRequests, shape: TreeShape, rank: RankSlots) -> Tree:
+    def grow(
+        self,
+        kv: KV,
+        requests: DraftRequests,
+        shape: TreeShape,
+        rank: RankSlots,
+        branch_calibration: Float[np.ndarray, "B S_max"],
+    ) -> Tree:
         """Drafts a tree of the best prefixes for each request; does not change the pools.
 
         Args:
           kv, requests: See `draft`.
           shape: Shape of the trees.
           rank: Ranks the candidates of the first `depth` draft tokens.
+          branch_calibration: See `best_prefixes.grow`.
         """
         hidden = self.filled(kv, requests)
         tokens, edges, lists = rank(hidden, self.scores(hidden, shape.depth))
@@ -246,6 +254,7 @@ class BlockHeadDrafter:
             tokens=tokens,
             edges=edges,
             lists=lists,
+            branch_calibration=branch_calibration,
             max_drafts=requests.max_drafts,
             can_draft=requests.can_draft,
             nodes=shape.nodes,

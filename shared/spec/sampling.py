@@ -37,9 +37,11 @@ class Sampling:
       stop_ids: Stop tokens, padded with the row's first id; `min_length` is 0 without ids.
       bias_ids, bias_values: Logit biases, padded with (0, 0.0).
       calibration: For each of S_max depths, from 1: natural log of the measured probability that
-        the row's draft tokens are accepted up to that depth; at most 0, which is neutral. The
-        second row is for children of nodes off the first path of the tree, see
-        `draft_tree.first_path`. It only affects the allocation of a batch's verify budget.
+        the row's draft tokens are accepted up to that depth; at most 0, which is neutral. It only
+        affects the allocation of a batch's verify budget.
+      branch_calibration: For each of S_max depths: natural log of the measured acceptance below
+        nodes off the first path of the tree, relative to nodes on it; at most 0, which is neutral.
+        It only affects the growth of trees over a block; see `best_prefixes`.
     """
 
     temperature: F32[np.ndarray, " B"]
@@ -56,7 +58,8 @@ class Sampling:
     stop_ids: I32[np.ndarray, "B M"]
     bias_ids: I32[np.ndarray, "B K"]
     bias_values: F32[np.ndarray, "B K"]
-    calibration: F32[np.ndarray, "B paths S_max"]
+    calibration: F32[np.ndarray, "B S_max"]
+    branch_calibration: F32[np.ndarray, "B S_max"]
 
     def rows(self, index: Int[np.ndarray, " R"]) -> "Sampling":
         """Returns the parameters of the rows in `index`, which may repeat."""

@@ -25,7 +25,7 @@ def chain_weights(edges: Float[np.ndarray, "B S"]) -> Float[np.ndarray, "B N"]:
 def log_acceptance(
     parents: Int[np.ndarray, "B N"],
     weights: Float[np.ndarray, "B N"],
-    calibration: Float[np.ndarray, "B paths S_max"],
+    calibration: Float[np.ndarray, "B S_max"],
 ) -> Float[np.ndarray, "B N"]:
     """Returns the log of each node's estimated acceptance probability, which orders the nodes of a
     batch.
@@ -43,13 +43,10 @@ def log_acceptance(
       0 for roots, at most 0 below them; arbitrary for padding.
     """
     rows, depths = np.arange(len(parents)), draft_tree.depths(parents)
-    is_first = draft_tree.first_path(parents)
     least = np.zeros_like(weights)
     for node in range(1, parents.shape[1]):
-        parent = parents[:, node]
-        path = (~is_first[rows, parent]).astype(np.int32)
-        node_weights = weights[:, node] + calibration[rows, path, depths[:, node] - 1]
-        at_most = np.minimum(node_weights, least[rows, parent])
+        node_weights = weights[:, node] + calibration[rows, depths[:, node] - 1]
+        at_most = np.minimum(node_weights, least[rows, parents[:, node]])
         least[:, node] = np.where(node_weights > -np.inf, at_most, np.float32(-np.inf))
     return least
 

@@ -82,8 +82,8 @@ def test_verify_budget_keeps_first_chain_drafts(host):
 
 def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]) -> list[int]:
     """Number of nodes per row of a step; depths beyond the chain have no calibration."""
-    known = np.zeros((len(rows), 2, host.capacity.max_calibrated), np.float32)
-    known[:, :, : len(calibration[0])] = np.array(calibration)[:, None]
+    known = np.zeros((len(rows), host.capacity.max_calibrated), np.float32)
+    known[:, : len(calibration[0])] = calibration
     plan = host.planner.plan(ScheduledRows.decode(rows, SHARED, calibration=known))
     return host.run(plan).num_nodes[: len(rows)].tolist()
 

@@ -60,7 +60,7 @@ def test_verify_budget_kernels_match_spec(name: str, run: Run) -> None:
 
 def test_log_acceptance_nan_ranks_last(run: Run) -> None:
     arguments = rank_arguments(0, B=3, N=9)
-    arguments["weights"][0, 1:3], arguments["calibration"][2, :, :2] = np.nan, -np.inf
+    arguments["weights"][0, 1:3], arguments["calibration"][2, :2] = np.nan, -np.inf
     (got,) = run("log_acceptance", arguments)
     assert np.isneginf(got).any()
     np.testing.assert_array_equal(got, spec.log_acceptance(**arguments))

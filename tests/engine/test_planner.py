@@ -63,20 +63,27 @@ def test_decode_plan_contains_all_row_fields(house):
     assert sampling.stop_ids.tolist() == [[11, 11], [0, 0], [0, 0], [0, 0]]
     assert sampling.bias_ids.tolist() == [[3], [0], [0], [0]]
     assert sampling.bias_values.tolist() == [[-100.0], [0], [0], [0]]
-    assert not sampling.calibration.any()
-    assert sampling.calibration.shape == (4, 2, 3)
+    for calibration in (sampling.calibration, sampling.branch_calibration):
+        assert not calibration.any()
+        assert calibration.shape == (4, 3)
     assert plan.reports.tolist() == [1, 0, 0, 0]
     for field in (plan.snapshots.restore, plan.snapshots.save, plan.draft_from):
         assert not field.any()
 
 
 def test_plan_calibration_applies_to_one_step_only(house):
-    known = np.array([[[-0.5, -1, -2]] * 2, [[0, -0.25, -np.inf], [-1, -3, -4]]], np.float32)
+    known = np.array([[-0.5, -1, -2], [0, -0.25, -np.inf]], np.float32)
+    off_path = np.array([0, -1, -3], np.float32)
     requests = [house.request(5, 20), house.request(3, 9)]
-    plan = house.planner.plan(ScheduledRows.decode(requests, CHAIN, calibration=known))
-    np.testing.assert_array_equal(plan.sampling.calibration[:2], known)
-    assert not plan.sampling.calibration[2:].any()
-    assert not house.planner.plan(ScheduledRows.decode(requests, CHAIN)).sampling.calibration.any()
+    rows = ScheduledRows.decode(requests, CHAIN, calibration=known, branch_calibration=off_path)
+    sampling = house.planner.plan(rows).sampling
+    np.testing.assert_array_equal(sampling.calibration[:2], known)
+    np.testing.assert_array_equal(sampling.branch_calibration[:2], [off_path] * 2)
+    assert not sampling.calibration[2:].any()
+    assert not sampling.branch_calibration[2:].any()
+    sampling = house.planner.plan(ScheduledRows.decode(requests, CHAIN)).sampling
+    assert not sampling.calibration.any()
+    assert not sampling.branch_calibration.any()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["on demand", "prepared"])

@@ -22,17 +22,20 @@ def paths(found) -> list[tuple[int, ...]]:
     return got[1:]
 
 
-def every_prefix(edges: np.ndarray, lists: np.ndarray | None) -> dict[tuple[int, ...], np.float32]:
+def every_prefix(
+    edges: np.ndarray, lists: np.ndarray | None, known: np.ndarray
+) -> dict[tuple[int, ...], np.float32]:
     """The weights of all prefixes that can be drafted."""
-    (_, P, K), weights, level = edges.shape, {}, {(): (np.float32(0), 0)}
+    (_, P, K), weights, level = edges.shape, {}, {(): (np.float32(0), 0, False)}
     for depth in range(len(edges)):
         following = {}
-        for (path, (above, below)), rank in product(level.items(), range(K)):
-            slot, weight = (depth * P + below) * K + rank, above + edges[depth, below, rank]
+        for (path, (above, below, is_off)), rank in product(level.items(), range(K)):
+            slot, edge = (depth * P + below) * K + rank, edges[depth, below, rank]
+            weight = above + (edge + known[depth] if is_off else edge)
             if weight > -np.inf:
                 weights[*path, slot] = weight
                 below_it = 0 if lists is None else int(lists[depth, below, rank])
-                following[*path, slot] = weight, below_it
+                following[*path, slot] = weight, below_it, is_off or rank > 0
         level = following
     return weights
 
@@ -50,8 +53,9 @@ def test_best_prefixes_equal_brute_force(seed, case):
     made = grow_arguments(seed, B=4, **case)
     for b, edges in enumerate(made["edges"]):
         lists = None if made["lists"] is None else made["lists"][b]
-        found = spec.best_prefixes(edges, lists, case["N"] - 1)
-        every = every_prefix(edges, lists)
+        known = made["branch_calibration"][b]
+        found = spec.best_prefixes(edges, lists, known, case["N"] - 1)
+        every = every_prefix(edges, lists, known)
         got = paths(found)
         assert [every[path] for path in got] == [weight for *_, weight in found]
         best = sorted(every.values(), reverse=True)[: case["N"] - 1]
@@ -63,10 +67,24 @@ def test_best_prefixes_equal_brute_force(seed, case):
 
 
 def test_smaller_tree_begins_larger_one():
-    edges = grow_arguments(1, B=1, S=7, K=8, N=64)["edges"][0]
-    whole = spec.best_prefixes(edges, None, 63)
+    made = grow_arguments(1, B=1, S=7, K=8, N=64)
+    edges, known = made["edges"][0], made["branch_calibration"][0]
+    whole = spec.best_prefixes(edges, None, known, 63)
     for most in (0, 1, 15, 31):
-        assert spec.best_prefixes(edges, None, most) == whole[:most]
+        assert spec.best_prefixes(edges, None, known, most) == whole[:most]
+
+
+@each_implementation
+def test_calibrated_tree_becomes_chain_with_leaves(implementation):
+    """Without acceptance off the first path, no sibling has children."""
+    made = grow_arguments(1, B=2, S=7, K=8, N=32) | {"max_drafts": np.full(2, 32, np.int32)}
+    grow = implementation("best_prefixes").grow
+    for known, has_branches in ((0, True), (-np.inf, False)):
+        made["branch_calibration"] = np.full((2, 7), known, np.float32)
+        _, parents, num_nodes, _ = grow(**made)
+        assert (num_nodes == 32).all()
+        is_above = draft_tree.first_path(parents)[np.arange(2)[:, None], parents]
+        assert (not is_above.all()) is has_branches
 
 
 def grown_from_golden(start: int, nodes: int, ranks: int):
@@ -75,7 +93,8 @@ def grown_from_golden(start: int, nodes: int, ranks: int):
         want[f"topk_{name}_{start}"][None, :, None, :ranks] for name in ("ids", "logprobs")
     )
     newest, most = want["tokens"][[start]].astype(np.int32), np.full(1, nodes, np.int32)
-    return want, spec.grow(newest, tokens, edges, None, most, np.ones(1, bool), nodes)
+    known = np.zeros((1, edges.shape[1]), np.float32)
+    return want, spec.grow(newest, tokens, edges, None, known, most, np.ones(1, bool), nodes)
 
 
 @pytest.mark.parametrize("nodes", [8, 16, 32])

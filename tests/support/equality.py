@@ -63,10 +63,11 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
         "stop_ids": stop_ids,
         "bias_ids": tuple(bias),
         "bias_values": tuple(bias.values()),
-        "calibration": ((0.0,), (0.0,)),
+        "calibration": (0.0,),
+        "branch_calibration": (0.0,),
     }
     floats = {"temperature", "top_p", "min_p", "presence", "frequency", "repetition"}
-    floats |= {"bias_values", "calibration"}
+    floats |= {"bias_values", "calibration", "branch_calibration"}
     arrays = {}
     for field in fields(Sampling):
         kind = np.float32 if field.name in floats else np.int32

@@ -322,7 +322,7 @@ def scratch_of_the_nodes_alone(patch: Patch) -> None:
 def deeper_drafts_go_before_their_parents(patch: Patch) -> None:
     def rank_weights(parents: Any, weights: Any, calibration: Any) -> Any:
         depth = draft_tree.depths(parents)
-        known = np.take_along_axis(calibration[:, 0], np.maximum(depth - 1, 0), axis=1)
+        known = np.take_along_axis(calibration, np.maximum(depth - 1, 0), axis=1)
         return np.where(depth > 0, weights + known, 0)
 
     patch.setattr(verify_budget, "log_acceptance", rank_weights)

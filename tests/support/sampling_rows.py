@@ -31,7 +31,8 @@ def neutral(B: int, vocab: int, **changes: np.ndarray) -> Sampling:
         stop_ids=ids,
         bias_ids=ids,
         bias_values=np.zeros((B, 1), np.float32),
-        calibration=np.zeros((B, 2, 1), np.float32),
+        calibration=np.zeros((B, 1), np.float32),
+        branch_calibration=np.zeros((B, 1), np.float32),
     )
     return replace(sampling, **changes)
 

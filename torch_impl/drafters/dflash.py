@@ -139,7 +139,14 @@ class BlockDrafter:
         if shape.width > 1:
             ids, edges, lists = self._candidates(scored, newest, filled, shape.depth, rank)
             grown = best_prefixes.grow(
-                newest, ids, edges, lists, requests.max_drafts, requests.can_draft, shape.nodes
+                newest,
+                ids,
+                edges,
+                lists,
+                rank.sampling.branch_calibration,
+                requests.max_drafts,
+                requests.can_draft,
+                shape.nodes,
             )
             return DraftTrees(*grown, None)
         drafts, edges, processed = self._chosen(

@@ -51,7 +51,8 @@ class Sampling(NamedTuple):
     stop_ids: Int[jax.Array, "B M"]
     bias_ids: Int[jax.Array, "B K"]
     bias_values: Float[jax.Array, "B K"]
-    calibration: Float[jax.Array, "B paths S_max"]
+    calibration: Float[jax.Array, "B S_max"]
+    branch_calibration: Float[jax.Array, "B S_max"]
 
     def rows(self, index: Int[jax.Array, " R"]) -> "Sampling":
         """Returns the parameters of the rows in `index`, which may repeat."""
@@ -410,8 +411,7 @@ def kernel_rank(
         ids, weights, _ = of_parts(kernels, *given, **how)
         return RankedCandidates(ids.reshape(B, k, width), weights.reshape(B, k, width), None)
     tokens = whole(logits, vocabulary)
-    if columns is None:
-        tokens = over_tokens(tokens, None, target)
+    tokens = tokens if columns is not None else over_tokens(tokens, None, target)
     ranked = kernels.sampling.rank(
         *(tokens, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,

@@ -18,16 +18,6 @@ def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
     return ancestors(parents).sum(axis=2, dtype=jnp.int32) - 1
 
 
-def first_path(
-    parents: Int[jax.Array, "B N"], ancestors: Bool[jax.Array, "B N N"]
-) -> Bool[jax.Array, "B N"]:
-    """Returns True for the root and for first children of nodes on the first path."""
-    node = jnp.arange(parents.shape[1])
-    is_sibling = (parents[:, :, None] == parents[:, None, :]) & (node > 0)
-    is_later = (is_sibling & (node < node[:, None])).any(axis=2) & (node > 0)
-    return ~(ancestors & is_later[:, None, :]).any(axis=2)
-
-
 def plain_ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
     """Returns the tree mask: entry [b, i, j] is True if node j is node i or its ancestor."""
     N = parents.shape[1]

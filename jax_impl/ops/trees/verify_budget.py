@@ -22,16 +22,12 @@ def chain_weights(edges: Float[jax.Array, "B S"]) -> Float[jax.Array, "B N"]:
 def plain_log_acceptance(
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
-    calibration: Float[jax.Array, "B paths S_max"],
+    calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
     """Estimates the log acceptance probability of each node, at most that of its parent."""
     ancestors = draft_tree.ancestors(parents)
     level = ancestors.sum(axis=2, dtype=jnp.int32) - 2  # calibration index, not read for the root
-    is_first = draft_tree.first_path(parents, ancestors)
-    path = 1 - jnp.take_along_axis(is_first, parents, axis=1).astype(jnp.int32)
-    at = path * calibration.shape[2] + jnp.maximum(level, 0)
-    known = calibration.reshape(len(parents), -1)
-    node_weights = weights + jnp.take_along_axis(known, at, axis=1)
+    node_weights = weights + jnp.take_along_axis(calibration, jnp.maximum(level, 0), axis=1)
     node_weights = jnp.where(node_weights > -jnp.inf, node_weights, -jnp.inf)
     is_above = ancestors & (jnp.arange(parents.shape[1]) > 0)
     return jnp.where(is_above, node_weights[:, None, :], 0).min(axis=2)
@@ -41,7 +37,7 @@ def kernel_log_acceptance(
     kernels: Kernels,
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
-    calibration: Float[jax.Array, "B paths S_max"],
+    calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
     return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 

@@ -23,6 +23,7 @@ class Drafted(NamedTuple):
     tokens: Any
     edges: Any
     lists: Any
+    branch_calibration: Any
     max_drafts: Any
     can_draft: Any
 
@@ -50,6 +51,7 @@ def grow(
     tokens: Int[jax.Array, "B S P K"],
     edges: Float[jax.Array, "B S P K"],
     lists: Int[jax.Array, "B S P K"] | None,
+    branch_calibration: Float[jax.Array, "B S_max"],
     max_drafts: Int[jax.Array, " B"],
     can_draft: Bool[jax.Array, " B"],
     nodes: int,
@@ -88,6 +90,7 @@ def grow(
             tokens=tokens,
             edges=edges.reshape(B, -1),
             lists=tokens if lists is None else lists.reshape(B, -1),
+            branch_calibration=branch_calibration,
             max_drafts=max_drafts,
             can_draft=can_draft.astype(jnp.int8),
         )
@@ -101,14 +104,17 @@ def _grow_kernel(drafted, grown, *, sizes, has_lists):
     count, lane = sizes.depth * level, lax.iota(jnp.int32, pl.next_power_of_2(sizes.nodes))
     zeros, nothing = jnp.zeros(lane.shape, jnp.int32), jnp.zeros(lane.shape, jnp.float32)
 
-    def weight_at(slot, above, is_any):
+    def weight_at(slot, above, off, is_any):
         """Computes the weight of a prefix from its parent's; minus infinity for none and NaN."""
-        at = drafted.edges.at[request, jnp.minimum(slot, count - 1)]
-        weight = above + pltriton.load(at, mask=is_any, other=NONE)
+        slot = jnp.minimum(slot, count - 1)
+        known = drafted.branch_calibration.at[request, slot // level]
+        known = pltriton.load(known, mask=is_any & (off > 0), other=0.0)
+        edge = pltriton.load(drafted.edges.at[request, slot], mask=is_any, other=NONE)
+        weight = above + (edge + known)
         return jnp.where(weight > NONE, weight, NONE)
 
     def pop(node, carry):
-        key, above, parent, slot, number, slots, parents, weights = carry
+        key, above, parent, slot, off, number, slots, parents, weights = carry
         weight = jnp.max(key)
         is_open = weight > NONE
         is_best = (key == weight) & (key > NONE)
@@ -116,24 +122,27 @@ def _grow_kernel(drafted, grown, *, sizes, has_lists):
         own = jnp.sum(jnp.where(is_at, slot, 0))
         of = jnp.sum(jnp.where(is_at, parent, 0))
         base = jnp.sum(jnp.where(is_at, above, 0.0))
+        own_off = jnp.sum(jnp.where(is_at, off, 0))
+        child_off = own_off | (own % sizes.width > 0).astype(jnp.int32)
         is_node = lane == node
         slots, parents = jnp.where(is_node, own, slots), jnp.where(is_node, of, parents)
         weights = jnp.where(is_node, weight, weights)
         beside, begin = own + 1, (own // level + 1) * level
         if has_lists:
             begin += sizes.width * pltriton.load(drafted.lists.at[request, own])
-        sibling = weight_at(beside, base, is_open & (beside % sizes.width > 0))
-        child = weight_at(begin, weight, is_open & (begin < count))
+        sibling = weight_at(beside, base, own_off, is_open & (beside % sizes.width > 0))
+        child = weight_at(begin, weight, child_off, is_open & (begin < count))
         key = jnp.where(is_node, child, jnp.where(is_at, sibling, key))
         slot = jnp.where(is_node, begin, jnp.where(is_at, beside, slot))
+        off = jnp.where(is_node, child_off, off)
         number = jnp.where(is_node, 2 * node, jnp.where(is_at, 2 * node - 1, number))
         parent = jnp.where(is_node, node, parent)
         above = jnp.where(is_node, weight, above)
-        return key, above, parent, slot, number, slots, parents, weights
+        return key, above, parent, slot, off, number, slots, parents, weights
 
-    first = weight_at(jnp.int32(0), jnp.float32(0), True)
+    first = weight_at(jnp.int32(0), jnp.float32(0), jnp.int32(0), True)
     key = jnp.where(lane == 0, first, NONE)
-    begun = (key, nothing, zeros, zeros, zeros, zeros, zeros, nothing)
+    begun = (key, nothing, zeros, zeros, zeros, zeros, zeros, zeros, nothing)
     *_, slots, parents, weights = lax.fori_loop(1, sizes.nodes, pop, begun)
     most = jnp.clip(drafted.max_drafts[request], 0, sizes.nodes - 1)
     most = jnp.where(drafted.can_draft[request] != 0, most, 0)

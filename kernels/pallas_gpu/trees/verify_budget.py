@@ -18,7 +18,7 @@ _AT_ONCE = 64  # draft tokens compared per step
 def log_acceptance(
     parents: Int[jax.Array, "B N"],
     weights: Float[jax.Array, "B N"],
-    calibration: Float[jax.Array, "B paths S_max"],
+    calibration: Float[jax.Array, "B S_max"],
     interpret: bool = False,
 ) -> Float[jax.Array, "B N"]:
     """Implements `shared.spec.verify_budget.log_acceptance`."""
@@ -37,48 +37,34 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, min_ref):
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     start_node = jnp.where(node < nodes, node, 0)
-    is_child = (node > 0) & (node < nodes)
-    parent = pltriton.load(parents_ref.at[request, start_node], mask=is_child, other=-1)
-    is_sibling = (parent[:, None] == parent[None, :]) & (parent >= 0)[None, :]
-    is_later = jnp.max((is_sibling & (node[:, None] < node[None, :])).astype(jnp.int32), axis=0)
-    bit = lax.shift_left(is_later, node & 31)
-    low, high = (jnp.sum(jnp.where(node >> 5 == word, bit, 0)) for word in (0, 1))
-
-    def is_later_child(above):
-        return lax.shift_right_arithmetic(jnp.where(above < 32, low, high), above & 31) & 1
 
     def is_below(carry):
-        above, *_, steps = carry
+        above, _, steps = carry
         return (jnp.max(above) > 0) & (steps < nodes)
 
     def climb(carry):
-        above, depth, left, steps = carry
+        above, depth, steps = carry
         depth += (above > 0).astype(jnp.int32)
-        left += is_later_child(above)
         above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
-        return above, depth, left, steps + 1
+        return above, depth, steps + 1
 
-    none = 0 * start_node
-    # Nodes of the path to a lane's node that are not the first child of their parent.
-    _, depth, left, _ = lax.while_loop(is_below, climb, (start_node, none, none, jnp.int32(0)))
+    _, depth, _ = lax.while_loop(is_below, climb, (start_node, 0 * start_node, jnp.int32(0)))
 
     def is_on_path(carry):
-        _, depth, *_ = carry
+        _, depth, _ = carry
         return jnp.max(depth) > 0
 
     def weigh(carry):
-        above, depth, left, least = carry
+        above, depth, least = carry
         is_on, level = depth > 0, jnp.maximum(depth - 1, 0)
-        left -= is_later_child(above)
-        path = (left > 0).astype(jnp.int32)
         weight = pltriton.load(weights_ref.at[request, above], mask=is_on, other=0.0)
-        weight += pltriton.load(calibration_ref.at[request, path, level], mask=is_on, other=0.0)
+        weight += pltriton.load(calibration_ref.at[request, level], mask=is_on, other=0.0)
         weight = jnp.where(weight > -jnp.inf, weight, -jnp.inf)
         least = jnp.where(is_on & (weight < least), weight, least)
         above = pltriton.load(parents_ref.at[request, above], mask=is_on, other=0)
-        return above, depth - 1, left, least
+        return above, depth - 1, least
 
-    start = start_node, depth, left, jnp.zeros(start_node.shape, jnp.float32)
+    start = start_node, depth, jnp.zeros(start_node.shape, jnp.float32)
     *_, least = lax.while_loop(is_on_path, weigh, start)
     at = jnp.minimum(node, nodes)  # outside the array, for the interpreter
     pltriton.store(min_ref.at[request, at], least, mask=node < nodes)

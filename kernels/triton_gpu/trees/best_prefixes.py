@@ -19,6 +19,7 @@ class Drafted(NamedTuple):
     tokens: Any
     edges: Any
     lists: Any
+    branch_calibration: Any
     max_drafts: Any
     can_draft: Any
 
@@ -33,12 +34,13 @@ class Grown(NamedTuple):
 
 
 class PrefixSizes(NamedTuple):
-    """N; S, P and K of the candidates."""
+    """N; S, P and K of the candidates; S_max of the calibration."""
 
     nodes: int
     depth: int
     lists: int
     width: int
+    calibrated: int
 
 
 def grow(
@@ -46,6 +48,7 @@ def grow(
     tokens: Int[Tensor, "B S P K"],
     edges: Float[Tensor, "B S P K"],
     lists: Int[Tensor, "B S P K"] | None,
+    branch_calibration: Float[Tensor, "B S_max"],
     max_drafts: Int[Tensor, " B"],
     can_draft: Bool[Tensor, " B"],
     nodes: int,
@@ -65,11 +68,14 @@ def grow(
             tokens=tokens,
             edges=edges.contiguous(),
             lists=tokens if lists is None else lists.contiguous(),
+            branch_calibration=branch_calibration.contiguous(),
             max_drafts=max_drafts.contiguous(),
             can_draft=can_draft.contiguous(),
         ),
         grown,
-        sizes=PrefixSizes(nodes=nodes, depth=S, lists=P, width=K),
+        sizes=PrefixSizes(
+            nodes=nodes, depth=S, lists=P, width=K, calibrated=branch_calibration.shape[1]
+        ),
         has_lists=lists is not None,
         lanes=triton.next_power_of_2(nodes),
         num_warps=1,
@@ -84,10 +90,11 @@ def _grow_kernel(drafted, grown, sizes: tl.constexpr, has_lists: tl.constexpr, l
     count: tl.constexpr = sizes.depth * level
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     edges_at = drafted.edges + request * count
-    first = _weight_at(edges_at, 0, 0.0, True)
+    known_at = drafted.branch_calibration + request * sizes.calibrated
+    first = _weight_at(edges_at, known_at, 0, 0.0, 0, True, level)
     key = tl.where(lane == 0, first, float("-inf"))
     above, weights = lane * 0.0, lane * 0.0
-    parent, slot, number = lane * 0, lane * 0, lane * 0
+    parent, slot, off, number = lane * 0, lane * 0, lane * 0, lane * 0
     slots, parents = lane * 0, lane * 0
     for node in range(1, sizes.nodes):
         weight = tl.max(key, axis=0)
@@ -97,16 +104,21 @@ def _grow_kernel(drafted, grown, sizes: tl.constexpr, has_lists: tl.constexpr, l
         own = tl.sum(tl.where(is_at, slot, 0), axis=0)
         of = tl.sum(tl.where(is_at, parent, 0), axis=0)
         base = tl.sum(tl.where(is_at, above, 0.0), axis=0)
+        own_off = tl.sum(tl.where(is_at, off, 0), axis=0)
         is_node = lane == node
         slots, parents = tl.where(is_node, own, slots), tl.where(is_node, of, parents)
         weights = tl.where(is_node, weight, weights)
         beside, begin = own + 1, (own // level + 1) * level
         if has_lists:
             begin += sizes.width * tl.load(drafted.lists + request * count + own)
-        sibling = _weight_at(edges_at, beside, base, is_open & (beside % sizes.width > 0))
-        child = _weight_at(edges_at, begin, weight, is_open & (begin < count))
+        child_off = own_off | (own % sizes.width > 0).to(tl.int32)
+        is_any = is_open & (beside % sizes.width > 0)
+        sibling = _weight_at(edges_at, known_at, beside, base, own_off, is_any, level)
+        is_any = is_open & (begin < count)
+        child = _weight_at(edges_at, known_at, begin, weight, child_off, is_any, level)
         key = tl.where(is_node, child, tl.where(is_at, sibling, key))
         slot = tl.where(is_node, begin, tl.where(is_at, beside, slot))
+        off = tl.where(is_node, child_off, off)
         number = tl.where(is_node, 2 * node, tl.where(is_at, 2 * node - 1, number))
         parent = tl.where(is_node, node, parent)
         above = tl.where(is_node, weight, above)
@@ -123,7 +135,8 @@ def _grow_kernel(drafted, grown, sizes: tl.constexpr, has_lists: tl.constexpr, l
 
 
 @triton.jit
-def _weight_at(edges_at, slot, above, is_any):
+def _weight_at(edges_at, known_at, slot, above, off, is_any, level: tl.constexpr):
     """Computes the weight of a prefix from its parent's; minus infinity for none and for NaN."""
-    weight = above + tl.load(edges_at + slot, mask=is_any, other=float("-inf"))
+    known = tl.load(known_at + slot // level, mask=is_any & (off > 0), other=0.0)
+    weight = above + (tl.load(edges_at + slot, mask=is_any, other=float("-inf")) + known)
     return tl.where(weight > float("-inf"), weight, float("-inf"))

@@ -15,7 +15,7 @@ _AT_ONCE = 64  # draft tokens compared per step
 def log_acceptance(
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
-    calibration: Float[Tensor, "B paths S_max"],
+    calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
     """Implements `shared.spec.verify_budget.log_acceptance`."""
     (B, N), least = parents.shape, torch.empty_like(weights)
@@ -23,7 +23,7 @@ def log_acceptance(
         *(x.contiguous() for x in (parents, weights, calibration)),
         least,
         nodes=N,
-        depths=calibration.shape[2],
+        depths=calibration.shape[1],
         lanes=triton.next_power_of_2(N),
         num_warps=1,
     )
@@ -43,25 +43,16 @@ def _rank_weights_kernel(
     """One program per request; nodes are its lanes, and each climbs to the root twice."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
     start_node = tl.where(node < nodes, node, 0)
-    is_child = (node > 0) & (node < nodes)
-    parent = tl.load(parents_at + request * nodes + node, mask=is_child, other=-1)
-    is_sibling = (parent[:, None] == parent[None, :]) & (parent >= 0)[None, :]
-    is_later = tl.max((is_sibling & (node[:, None] < node[None, :])).to(tl.int32), axis=0)
-    later = tl.sum(is_later.to(tl.int64) << node.to(tl.int64))
-    # Nodes of the path to a lane's node that are not the first child of their parent.
-    above, depth, left, steps = start_node, start_node * 0, start_node * 0, 0
+    above, depth, steps = start_node, start_node * 0, 0
     while (tl.max(above) > 0) & (steps < nodes):
         depth += (above > 0).to(tl.int32)
-        left += ((later >> above.to(tl.int64)) & 1).to(tl.int32)
         above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
         steps += 1
     above, least = start_node, start_node * 0.0
     while tl.max(depth) > 0:
         is_on = depth > 0
         weight = tl.load(weights_at + request * nodes + above, mask=is_on, other=0.0)
-        left -= ((later >> above.to(tl.int64)) & 1).to(tl.int32)
-        known_at = calibration_at + (2 * request + (left > 0).to(tl.int32)) * depths
-        weight += tl.load(known_at + depth - 1, mask=is_on, other=0.0)
+        weight += tl.load(calibration_at + request * depths + depth - 1, mask=is_on, other=0.0)
         weight = tl.where(weight > float("-inf"), weight, float("-inf"))
         least = tl.where(is_on & (weight < least), weight, least)
         above = tl.load(parents_at + request * nodes + above, mask=is_on, other=0)

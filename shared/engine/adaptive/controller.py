@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Float64
+from jaxtyping import Float64
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
@@ -59,7 +59,7 @@ class AdaptiveController:
       shapes: Tiers and their shapes.
       costs: Current cost of each tier.
       acceptance: Acceptance estimates of requests.
-      branches: Acceptance off the first path of trees; None if no trees compete for verify rows.
+      branches: Acceptance off the first path of trees; None without trees over a block.
       index: Always None: the device drafts.
 
     Raises:
@@ -80,8 +80,8 @@ class AdaptiveController:
         self.acceptance = AcceptanceModel(self.shapes.tiers)
         self.acceptance.warm_up()
         depth = max(tier.depth for tier in self.shapes.tiers)
-        has_branches = any(tier.share < 1 and tier.width > 1 for tier in self.shapes.tiers)
-        self.branches = BranchRates(depth) if has_branches else None
+        over_block = any(s.block and s.width > 1 for s in self.shapes.by_size.values())
+        self.branches = BranchRates(depth) if over_block else None
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
         self._trace, self.index = trace, None
@@ -114,20 +114,17 @@ class AdaptiveController:
         if self._trace is not None:
             ids = [request.request_id for request in ready]
             self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
-        if shape.rows == batch * shape.nodes:
-            return ScheduledRows.decode(requests, shape)
-        # Drafts of the batch compete for its verify rows.
-        place = {request.request_id: i for i, request in enumerate(ready)}
-        kept = survivals[[place[request.request_id] for request in requests]]
-        return ScheduledRows.decode(requests, shape, calibration=self._calibration(kept))
-
-    def _calibration(
-        self, survivals: Float64[np.ndarray, "B D"]
-    ) -> Float32[np.ndarray, "B paths D"]:
-        """Returns the log acceptance by depth on the first path, and below nodes off it."""
-        off_path = 0.0 if self.branches is None else self.branches.log_ratio()
-        first = np.log(survivals)
-        return np.stack([first, first + off_path], axis=1).astype(np.float32)
+        calibration = branch_calibration = None
+        if shape.shares_rows(batch):
+            # Drafts of the batch compete for its verify rows.
+            place = {request.request_id: i for i, request in enumerate(ready)}
+            kept = survivals[[place[request.request_id] for request in requests]]
+            calibration = np.log(kept).astype(np.float32)
+        if self.branches is not None:
+            branch_calibration = self.branches.log_ratio().astype(np.float32)
+        return ScheduledRows.decode(
+            requests, shape, calibration=calibration, branch_calibration=branch_calibration
+        )
 
     def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, Float64[np.ndarray, "B D"]]:
         """Returns the policy's input for these requests, and their chains' acceptance probability

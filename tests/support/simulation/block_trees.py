@@ -60,7 +60,13 @@ def _drawn(
 
 
 @lru_cache(maxsize=1 << 15)
-def _tree(profile: Profile, seed: int, position: int, tree: tuple[int, int, int]) -> np.ndarray:
+def _tree(
+    profile: Profile,
+    seed: int,
+    position: int,
+    tree: tuple[int, int, int],
+    branch_calibration: tuple[float, ...],
+) -> np.ndarray:
     """Returns ranks, parents and weights of a tree's nodes, [3, N]."""
     nodes, depth, width = tree
     shares, _ = _drawn(profile, seed, position)
@@ -68,7 +74,8 @@ def _tree(profile: Profile, seed: int, position: int, tree: tuple[int, int, int]
     if nodes == 1:
         return found
     edges = shares[:depth, None, :width]
-    for node, prefix in enumerate(best_prefixes.best_prefixes(edges, None, nodes - 1), 1):
+    known = np.array(branch_calibration, np.float32)
+    for node, prefix in enumerate(best_prefixes.best_prefixes(edges, None, known, nodes - 1), 1):
         parent, slot, weight = prefix
         found[:, node] = slot % width, parent, weight
     return found
@@ -91,7 +98,13 @@ class BlockTreeBackend(Clock):
         slots, shape = plan.slots, plan.program.shape
         B, lengths = len(slots), self._lengths[slots]
         keys = list(zip(plan.sampling.seed.tolist(), lengths.tolist(), strict=True))
-        trees = np.stack([_tree(self._profile, seed, at, shape.tree) for seed, at in keys])
+        known = [tuple(each) for each in plan.sampling.branch_calibration.tolist()]
+        trees = np.stack(
+            [
+                _tree(self._profile, seed, at, shape.tree, known[row])
+                for row, (seed, at) in enumerate(keys)
+            ]
+        )
         can_draft = (slots > 0) & ~self._is_after_off[slots]
         count = 1 + np.where(can_draft, np.minimum(plan.sampling.max_drafts, shape.nodes - 1), 0)
         tokens, parents = (trees[:, i].astype(np.int32) for i in (0, 1))

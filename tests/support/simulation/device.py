@@ -43,9 +43,15 @@ def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
 
 
 def simulated_capacity(
-    tiers: Sequence[Tier], batches: Sequence[int], *, overlap: int, context_length: int = 8192
+    tiers: Sequence[Tier],
+    batches: Sequence[int],
+    *,
+    overlap: int,
+    context_length: int = 8192,
+    block: int = 0,
 ) -> BackendLimits:
-    """A capacity with a decode program for each batch and tier, and room for every request."""
+    """A capacity with a decode program for each batch and tier, and room for every request; trees
+    are over a block of `block` rows."""
     slots, page_size = max(batches), 64
 
     def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
@@ -60,7 +66,9 @@ def simulated_capacity(
 
     pages = context_length // page_size + 4
     decodes = [
-        program(StepKind.DECODE, batch, 0, tier.shape(batch)) for batch in batches for tier in tiers
+        program(StepKind.DECODE, batch, 0, replace(tier.shape(batch), block=block))
+        for batch in batches
+        for tier in tiers
     ]
     prefills = [program(StepKind.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
     return BackendLimits(
@@ -223,7 +231,7 @@ class SimulatedBackend(Clock):
         most = np.minimum(plan.sampling.max_drafts, tier.depth)
         most = np.where(self._is_after_off[slots] | (slots == 0), 0, most)
         if shape.rows < len(slots) * shape.nodes:
-            most = _granted(most, plan.sampling.calibration[:, 0], shape.rows - len(slots))
+            most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
         seeds = plan.sampling.seed
         pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
         chance = np.stack([_chances(seed, at // DRAWN)[at % DRAWN] for seed, at in pairs])

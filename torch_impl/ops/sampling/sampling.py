@@ -55,7 +55,8 @@ class Sampling:
     stop_ids: Int[Tensor, "B M"]
     bias_ids: Int[Tensor, "B K"]
     bias_values: Float[Tensor, "B K"]
-    calibration: Float[Tensor, "B paths S_max"]
+    calibration: Float[Tensor, "B S_max"]
+    branch_calibration: Float[Tensor, "B S_max"]
 
     def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
         """Returns the parameters of the rows in `index`, which may repeat."""

@@ -18,6 +18,7 @@ def plain_grow(
     tokens: Int[Tensor, "B S P K"],
     edges: Float[Tensor, "B S P K"],
     lists: Int[Tensor, "B S P K"] | None,
+    branch_calibration: Float[Tensor, "B S_max"],
     max_drafts: Int[Tensor, " B"],
     can_draft: Bool[Tensor, " B"],
     nodes: int,
@@ -30,7 +31,14 @@ def plain_grow(
     key[:, 0] = flat[:, 0]
     parent, slot, number = (torch.zeros_like(key, dtype=torch.int64) for _ in range(3))
     slots, parents = torch.zeros_like(slot), torch.zeros_like(slot)
-    weights, is_real = torch.zeros_like(key), torch.zeros_like(key, dtype=torch.bool)
+    weights = torch.zeros_like(key)
+    is_off, is_real = (torch.zeros_like(key, dtype=torch.bool) for _ in range(2))
+
+    def edge_weight(slot: Int[Tensor, " B"], is_off: Bool[Tensor, " B"]) -> Float[Tensor, " B"]:
+        slot = slot.clamp(max=last)
+        depth = torch.div(slot, P * K, rounding_mode="floor")
+        return flat[row, slot] + torch.where(is_off, branch_calibration[row, depth], 0)
+
     for node in range(1, nodes):
         weight = key.amax(dim=1)
         at = torch.where(key == weight[:, None], number, 2 * nodes).argmin(dim=1)
@@ -41,13 +49,15 @@ def plain_grow(
         beside, begin = own + 1, (torch.div(own, P * K, rounding_mode="floor") + 1) * P * K
         if lists is not None:
             begin = begin + K * lists.flatten(1)[row, own]
-        sibling = base + flat[row, beside.clamp(max=last)]
-        child = weight + flat[row, begin.clamp(max=last)]
+        own_off = is_off[row, at]
+        child_off = own_off | (own % K > 0)
+        sibling = base + edge_weight(beside, own_off)
+        child = weight + edge_weight(begin, child_off)
         key[row, at] = torch.where(is_open & (beside % K > 0), sibling, NONE)
         key[:, node] = torch.where(is_open & (begin <= last), child, NONE)
         slot[row, at], number[row, at] = beside, 2 * node - 1
         slot[:, node], number[:, node] = begin, 2 * node
-        parent[:, node], above[:, node] = node, weight
+        parent[:, node], above[:, node], is_off[:, node] = node, weight, child_off
     count = torch.where(can_draft, max_drafts.clamp(0, nodes - 1), 0)
     is_real &= torch.arange(nodes, device=device) <= count[:, None]
     found = torch.where(is_real, tokens.flatten(1).gather(1, slots), 0)
@@ -66,11 +76,14 @@ def kernel_grow(
     tokens: Int[Tensor, "B S P K"],
     edges: Float[Tensor, "B S P K"],
     lists: Int[Tensor, "B S P K"] | None,
+    branch_calibration: Float[Tensor, "B S_max"],
     max_drafts: Int[Tensor, " B"],
     can_draft: Bool[Tensor, " B"],
     nodes: int,
 ) -> Kept:
-    return kernels.best_prefixes.grow(newest, tokens, edges, lists, max_drafts, can_draft, nodes)
+    return kernels.best_prefixes.grow(
+        newest, tokens, edges, lists, branch_calibration, max_drafts, can_draft, nodes
+    )
 
 
 grow = kernel_or_reference(kernel_grow, plain_grow)

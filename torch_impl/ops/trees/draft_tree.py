@@ -17,16 +17,6 @@ def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     return ancestors(parents).sum(dim=2, dtype=torch.int32) - 1
 
 
-def first_path(
-    parents: Int[Tensor, "B N"], ancestors: Bool[Tensor, "B N N"]
-) -> Bool[Tensor, "B N"]:
-    """Returns True for the root and for first children of nodes on the first path."""
-    node = torch.arange(parents.shape[1], device=parents.device)
-    is_sibling = (parents[:, :, None] == parents[:, None, :]) & (node > 0)
-    is_later = (is_sibling & (node < node[:, None])).any(dim=2) & (node > 0)
-    return ~(ancestors & is_later[:, None, :]).any(dim=2)
-
-
 def plain_ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     B, N = parents.shape
     rows = torch.arange(B, device=parents.device)[:, None]

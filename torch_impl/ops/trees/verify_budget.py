@@ -21,14 +21,11 @@ def chain_weights(edges: Float[Tensor, "B S"]) -> Float[Tensor, "B N"]:
 def plain_log_acceptance(
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
-    calibration: Float[Tensor, "B paths S_max"],
+    calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
     ancestors = draft_tree.ancestors(parents)
     level = ancestors.sum(dim=2) - 2  # calibration index, not read for the root
-    is_first = draft_tree.first_path(parents, ancestors)
-    path = 1 - is_first.gather(1, parents.long()).long()
-    at = path * calibration.shape[2] + level.clamp(min=0)
-    node_weights = weights + calibration.flatten(1).gather(1, at)
+    node_weights = weights + calibration.gather(1, level.clamp(min=0))
     node_weights = torch.where(node_weights > -torch.inf, node_weights, -torch.inf)
     is_above = ancestors & (torch.arange(parents.shape[1], device=parents.device) > 0)
     return torch.where(is_above, node_weights[:, None, :], 0).amin(dim=2)
@@ -38,7 +35,7 @@ def kernel_log_acceptance(
     kernels: Kernels,
     parents: Int[Tensor, "B N"],
     weights: Float[Tensor, "B N"],
-    calibration: Float[Tensor, "B paths S_max"],
+    calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
     return kernels.verify_budget.log_acceptance(parents, weights, calibration)
 

@@ -114,7 +114,8 @@ def block_trees(B: int, N: int, rng: np.random.Generator) -> np.ndarray:
     zeros, ones = np.zeros(B, np.int32), np.ones(B, bool)
     tokens = np.zeros((B, 15, 1, 16), np.int32)
     edges = edges[..., :16].astype(np.float32)
-    return best_prefixes.grow(zeros, tokens, edges, None, zeros + N, ones, N)[1]
+    known = np.zeros((B, 15), np.float32)
+    return best_prefixes.grow(zeros, tokens, edges, None, known, zeros + N, ones, N)[1]
 
 
 def arguments(

@@ -30,7 +30,7 @@ def asked(B: int, vocab: int, **changed: np.ndarray) -> Sampling:
         "stop_ids": np.zeros((B, 3), np.int32),
         "bias_ids": np.zeros((B, 2), np.int32),
         "bias_values": np.zeros((B, 2), np.float32),
-        "calibration": np.zeros((B, 2, 1), np.float32),
+        **dict.fromkeys(("calibration", "branch_calibration"), np.zeros((B, 1), np.float32)),
     }
     return Sampling(**neutral | changed)
 

@@ -21,12 +21,14 @@ def grow_arguments(
         edges[2, rng.integers(S)] = np.where(np.arange(K) == 0, 0, -np.inf)
     if B > 3:
         edges[3, :, :, max(1, K // 2) :] = -np.inf
+    known = np.array([0, -0.5, -1.25, -9], np.float32)
     ids = np.broadcast_to(np.arange(8 * K, dtype=np.int32), scores.shape)
     return {
         "newest": rng.integers(0, 99, B).astype(np.int32),
         "tokens": rng.permuted(ids, axis=3)[..., :K].copy(),
         "edges": edges,
         "lists": None if P == 1 else rng.integers(0, P, (B, S, P, K)).astype(np.int32),
+        "branch_calibration": rng.choice(known, (B, S + 1), p=(0.4, 0.2, 0.3, 0.1)),
         "max_drafts": np.where(np.arange(B) % 3 == 1, rng.integers(-1, N, B), N).astype(np.int32),
         "can_draft": np.arange(B) != 4,
         "nodes": N,

@@ -19,7 +19,7 @@ def batch_arguments(seed: int, *, B: int, N: int) -> Arguments:
     for node in range(1, N):
         edges = rng.choice(np.array([0, -0.0, -1, -1.5], np.float32), B)
         weights[:, node] = weights[np.arange(B), parents[:, node]] + edges
-    known = rng.choice(np.array([0, -0.5, -1, -9], np.float32), (B, 2, N), p=(0.5, 0.2, 0.2, 0.1))
+    known = rng.choice(np.array([0, -0.5, -1, -9], np.float32), (B, N), p=(0.5, 0.2, 0.2, 0.1))
     return {
         "tokens": rng.integers(1, 99, (B, N)).astype(np.int32),
         "parents": parents.astype(np.int32),
