@@ -91,8 +91,15 @@ def test_block_drafts_full_matrix_match(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("family", "sampling"),
+    [
+        ("qwen3", GREEDY),
+        ("qwen3_5", SAMPLED),
+        pytest.param("qwen3", SAMPLED, marks=pytest.mark.matrix),
+        pytest.param("qwen3_5", GREEDY, marks=pytest.mark.matrix),
+    ],
+)
 def test_block_acceptance_independent_of_overlap(family, sampling, backends):
     """The acceptance of another engine differed in each combination (s#20547)."""
     runs = [
@@ -138,7 +145,7 @@ class Tiers(StaticController):
 @pytest.mark.parametrize(
     ("frameworks", "shapes"),
     [
-        pytest.param(("reference", "torch"), (SHORT,), id="short"),
+        pytest.param(("reference", "torch"), (SHORT,), id="short", marks=pytest.mark.matrix),
         pytest.param(("reference", "torch"), (SHORT, CHAIN, PLAIN, SHARED), id="all"),
         pytest.param(("torch", "jax"), (SHARED, CHAIN), id="jax", marks=pytest.mark.matrix),
     ],

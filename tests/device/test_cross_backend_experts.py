@@ -20,6 +20,7 @@ from tests.support.ngram_texts import drafted, plain
 from tests.support.tiny_models import EXPERTS, MATRIX_ONLY, WITH_MTP
 from tests.support.tree_cells import TREES, TreeCell, cell, head_of
 
+MTP = [family for family in EXPERTS if family in WITH_MTP]
 CHAIN, TREE = TREES[0], TREES[2]
 SHAPES = {
     "none": (PLAIN,),
@@ -85,18 +86,23 @@ def test_moe_standalone_self_draft_accepted_completely(family, backends):
         assert set(outcome.accepted[1:-1]) <= {CHAIN.depth}, (family, number, outcome.accepted)
 
 
-@pytest.mark.parametrize("family", [each for each in EXPERTS if each in WITH_MTP])
+def only(default, families=EXPERTS):
+    """The families, of which others than the named ones are in the matrix."""
+    return [pytest.param(x, marks=() if x in default else pytest.mark.matrix) for x in families]
+
+
+@pytest.mark.parametrize("family", only(("deepseek_v3", "nemotron_h", "qwen3_5_moe"), MTP))
 def test_moe_mtp_drafts_accepted_partly(family, backends):
     one = cell(family, "NEXTN", CHAIN, GREEDY, "mixed", 1, 16)
     counts = [n for each in backends.served("torch", one).values() for n in each.accepted]
     assert 0.2 * len(counts) < sum(counts) < 2 * len(counts), counts
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+# A chain of n-grams is verified as the chains above. These have latent, recurrent and usual layers.
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(x, marks=pytest.mark.matrix if x in MATRIX_ONLY else ()) for x in EXPERTS],
+    "sampled", [pytest.param(False, marks=pytest.mark.matrix), True], ids=["greedy", "sampled"]
 )
+@pytest.mark.parametrize("family", only(("deepseek_v3", "nemotron_h", "qwen3_moe")))
 def test_moe_ngram_drafts_preserve_plain_output(family, sampled):
     config, weights = model_of(family)
     capacity = contract_capacity(config)

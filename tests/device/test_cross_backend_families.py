@@ -21,6 +21,13 @@ SHAPES = (CHAIN, TREE)
 # of a tree see by their places; JAX has all families in tests of golden numbers, with branches of
 # trees, and here in the matrix.
 IN_JAX = ("qwen2",)
+WITHIN_OTHERS = ("bamba", "granite", "mistral", "smollm3")
+"""Families of the matrix: other dense families and mixtures have each of their switches."""
+
+
+def each_family():
+    marks = dict.fromkeys(WITHIN_OTHERS, pytest.mark.matrix)
+    return [pytest.param(family, marks=marks.get(family, ())) for family in DENSE]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +37,9 @@ def backends() -> Iterator[Backends]:
     made.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("family", DENSE)
+# Greedy chains of every family are in the last test.
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.matrix), SAMPLED])
+@pytest.mark.parametrize("family", each_family())
 def test_dense_families_match_spec(family, sampling, backends):
     overlap = 1 if sampling == GREEDY else 2
     one = cell(family, "STANDALONE", TREE, sampling, "mixed", overlap, 16)
@@ -53,7 +61,7 @@ def test_dense_family_chains_match_spec(family, sampling, backends):
     assert_cell(one, backends, ("reference", "torch", "jax"))
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", each_family())
 def test_dense_standalone_self_draft_accepted_completely(family, backends):
     one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
     assert_cell(one, backends, ("torch",))
