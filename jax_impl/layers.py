@@ -322,7 +322,8 @@ class PrefillMixer:
         inputs = scaled_inputs(inputs, sizes)
         given = (inputs, delta, sizes, states, snapshots, place)
         out, states, snapshots = recurrent_layer.prefill(*given, *self._where)
-        return gated_output(out, inputs, delta, sizes, self._group), (states, snapshots)
+        out = gated_output(out, inputs, delta.with_norm_of(place), sizes, self._group)
+        return out, (states, snapshots)
 
 
 class VerifyMixer:
@@ -361,7 +362,8 @@ class VerifyMixer:
             out, states, scratch = recurrent_layer.verify(*given, scratch)
         else:
             out, states, scratch = recurrent_layer.decode(*given, scratch)
-        return gated_output(out, inputs, delta, sizes, self._group), (states, scratch)
+        out = gated_output(out, inputs, delta.with_norm_of(place), sizes, self._group)
+        return out, (states, scratch)
 
     @property
     def advanced(self) -> RecurrentState:

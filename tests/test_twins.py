@@ -47,6 +47,7 @@ ONE_SIDED_NAMES = {
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
     "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/recurrent/recurrent_mixer.py::RecurrentWeights.alone": "the same",
+    "ops/recurrent/recurrent_mixer.py::RecurrentWeights.with_norm_of": "the same",
     "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
     "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
     "platform.py::set_cpu_threads": "torch's threads",

@@ -40,6 +40,7 @@ class Kernels:
     gdn_commit: ModuleType
     gdn_prefill: ModuleType
     gdn_layer: ModuleType
+    mamba2_output: ModuleType
     mamba2_prefill: ModuleType
     draft_tree: ModuleType
     experts: ModuleType

@@ -20,6 +20,7 @@ from shared.models.config import ModelConfig
 from shared.models.mixers import (
     AttentionConfig,
     LatentAttentionConfig,
+    Mamba2Config,
 )
 from shared.models.sentence_list import sentence_list
 
@@ -149,6 +150,20 @@ def _feed_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -
     return _dtype_fault(takes, blueprint, program) if has_layers else None
 
 
+def _output_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    if program.work in WITHOUT_LAYERS:
+        return None
+    for model in _models(blueprint):
+        if not isinstance(mixer := model.recurrent, Mamba2Config):
+            continue
+        if mixer.local(blueprint.ranks.count).has_cut_norm:
+            return (
+                f"groups of the output norm on one rank, got {mixer.norm_size} columns on several"
+            )
+        return _dtype_fault(takes, blueprint, program)
+    return None
+
+
 def _activation_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     kinds = {x.dense.activation.kind for x in _models(blueprint) if x.dense is not None}
     is_run = program.work not in WITHOUT_LAYERS and SCALED_SILU in kinds
@@ -211,6 +226,7 @@ OPERATIONS = (
     Operation("latent_attention", _latent_fault, is_refused=True),
     Operation("recurrent_layer", _recurrent_fault, is_refused=True),
     Operation("recurrent_layer.prefill", _feed_fault, is_refused=False),
+    Operation("mamba2.gated_output", _output_norm_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("parallel_experts", _parallel_experts_fault, is_refused=False),

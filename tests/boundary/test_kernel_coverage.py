@@ -171,7 +171,7 @@ def test_mamba2_sizes_have_kernels_or_raise(platform):
     for state, head in product(sizes, sizes):
         if head not in HEADS:  # attention has heads of this size, too
             continue
-        config = config_with(model, state_size=state, head_size=head)
+        config = config_with(model, state_size=state, head_size=head, norm_size=head)
         if state in {*DELTA, 256} and head in DELTA:
             assert fallbacks_of(platform, config) == ()
             continue
@@ -179,6 +179,18 @@ def test_mamba2_sizes_have_kernels_or_raise(platform):
         name, size = ("heads", head) if is_head else ("states", state)
         with pytest.raises(ValueError, match=f"Mamba2 {name} of size .*, got {size}; set CUDA"):
             fallbacks_of(platform, config)
+
+
+@each_platform
+@pytest.mark.parametrize("norm_size", [16, 128])
+def test_mamba2_norm_shared_by_ranks_counted(norm_size: int, platform):
+    sizes = {"head_size": 16, "state_size": 16, "norm_size": norm_size}
+    config = config_with(tiny_model("bamba", 0)[0], **sizes)
+    assert config.recurrent is not None
+    assert config.recurrent.values == 128
+    found = {each.name: each.reason for each in fallbacks_of(platform, config, tp_size=2)}
+    reason = "groups of the output norm on one rank, got 128 columns on several"
+    assert found == ({} if norm_size == 16 else {"mamba2.gated_output": reason})
 
 
 @each_platform

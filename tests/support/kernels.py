@@ -42,6 +42,7 @@ MODULES = (
     "gdn_commit",
     "gdn_prefill",
     "gdn_layer",
+    "mamba2_output",
     "mamba2_prefill",
     "draft_tree",
     "experts",

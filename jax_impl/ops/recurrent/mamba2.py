@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from jax_impl.ops import Kernels, Norm, alone, is_bfloat16, kernel_or_reference, operand, stacked
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.recurrent.gated_delta import RecurrenceInputs
 from shared.boundary.tp_group import TPGroup
 from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
+from shared.spec.reduction_order import SQUARES
 
 
 def scaled_inputs(
@@ -67,11 +69,51 @@ def output_norm(
     return ((normed if is_gated else normed * gate) * sizes.out_factor).astype(z.dtype)
 
 
+def plain_gated_output(
+    out: Float[jax.Array, "R values"],
+    inputs: Float[jax.Array, "R outputs"],
+    weight: Norm | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[jax.Array, "R values"]:
+    """Applies `output_norm` with the gate, which begins the input projection."""
+    return output_norm(out, inputs[:, : sizes.values], alone(weight), eps, sizes, group)
+
+
+def kernel_gated_output(
+    kernels: Kernels,
+    out: Float[jax.Array, "R values"],
+    inputs: Float[jax.Array, "R outputs"],
+    weight: Norm | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[jax.Array, "R values"]:
+    if sizes.has_cut_norm:
+        return plain_gated_output(out, inputs, weight, eps, sizes, group)
+    norm, layer = stacked(weight)
+    return kernels.mamba2_output.gated_output(
+        out,
+        inputs,
+        norm,
+        operand(layer),
+        eps=eps,
+        norm_size=sizes.values if weight is None else sizes.norm_size,
+        gates_first=sizes.norm is not OutputNorm.BEFORE_GATE,
+        factor=sizes.out_factor,
+        order=SQUARES,
+    )
+
+
+gated_output = kernel_or_reference(kernel_gated_output, plain_gated_output, takes=is_bfloat16)
+
+
 def _normed(
     x: Float[jax.Array, "R values"], eps: float, sizes: Mamba2Config, group: TPGroup
 ) -> Float[jax.Array, "R values"]:
     """Divides the columns of each group by their root mean square."""
-    is_cut = sizes.values % sizes.norm_size > 0
+    is_cut = sizes.has_cut_norm
     whole = all_gather.all_gather(group, x) if is_cut else x
     groups = whole.reshape(len(x), -1, sizes.norm_size)
     normed = layers.rms_norm(groups, None, eps).reshape(len(x), -1)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Place
+from jax_impl.ops import Place, Scale
 from jax_impl.ops.recurrent import gated_delta, mamba2
 from jax_impl.ops.recurrent.gated_delta import RecurrenceInputs
 from jax_impl.ops.recurrent.recurrent_state import (
@@ -34,7 +34,7 @@ class RecurrentWeights(NamedTuple):
     a_log: Float[jax.Array, "*L H"]
     dt_bias: Float[jax.Array, "*L H"]
     skip: Float[jax.Array, "*L H"] | None
-    norm: Float[jax.Array, "*L V_or_values"] | None
+    norm: Float[jax.Array, "*L V_or_values"] | Scale | None
     eps: float
 
     def alone(self, layer: Place) -> "RecurrentWeights":
@@ -42,6 +42,13 @@ class RecurrentWeights(NamedTuple):
             return self
         arrays = jax.tree.map(lambda x: x[layer], self._replace(eps=None))
         return arrays._replace(eps=self.eps)
+
+    def with_norm_of(self, layer: Place) -> "RecurrentWeights":
+        """Returns the weights with the norm of one layer, which stays in its stack."""
+        if self.norm is None or self.a_log.ndim == 1:
+            return self
+        assert isinstance(self.norm, jax.Array)  # of all layers
+        return self._replace(norm=Scale(self.norm, layer))
 
 
 def recurrent_prefill(
@@ -179,7 +186,7 @@ def _normed(
 ) -> Float[jax.Array, "R values"]:
     """Applies the output norm of GDN layers; the result has the dtype of `z`."""
     if isinstance(sizes, GatedDeltaConfig):
-        assert weights.norm is not None  # GDN layers have one
+        assert isinstance(weights.norm, jax.Array)  # GDN layers have one
         out = gated_delta.gated_norm(out, z, weights.norm, weights.eps)
     return out.astype(z.dtype).reshape(len(out), -1)
 
@@ -194,5 +201,4 @@ def gated_output(
     """Same as the specification; `group` is the tensor-parallel group of the heads."""
     if isinstance(sizes, GatedDeltaConfig):
         return out
-    _, z, _ = split_inputs(inputs, sizes)
-    return mamba2.output_norm(out, z.reshape(out.shape), weights.norm, weights.eps, sizes, group)
+    return mamba2.gated_output(out, inputs, weights.norm, weights.eps, sizes, group)

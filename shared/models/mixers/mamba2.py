@@ -73,6 +73,11 @@ class Mamba2Config:
         return self.num_heads * self.head_size
 
     @property
+    def has_cut_norm(self) -> bool:
+        """True if TP ranks share the columns of a group of the output norm."""
+        return self.norm is not OutputNorm.NONE and self.values % self.norm_size > 0
+
+    @property
     def channels(self) -> int:
         """Convolution channels: x of all heads, B of all groups, C of all groups."""
         return self.values + 2 * self.num_groups * self.state_size

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.mixers.mamba2 import Mamba2Config, OutputNorm
+from shared.spec.reduction_order import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.recurrent.gated_delta import RecurrenceInputs
@@ -65,11 +67,49 @@ def output_norm(
     return ((normed if is_gated else normed * gate) * sizes.out_factor).to(z.dtype)
 
 
+def plain_gated_output(
+    out: Float[Tensor, "R values"],
+    inputs: Float[Tensor, "R outputs"],
+    weight: Float[Tensor, " values"] | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[Tensor, "R values"]:
+    """Applies `output_norm` with the gate, which begins the input projection."""
+    return output_norm(out, inputs[:, : sizes.values], weight, eps, sizes, group)
+
+
+def kernel_gated_output(
+    kernels: Kernels,
+    out: Float[Tensor, "R values"],
+    inputs: Float[Tensor, "R outputs"],
+    weight: Float[Tensor, " values"] | None,
+    eps: float,
+    sizes: Mamba2Config,
+    group: TPGroup,
+) -> Float[Tensor, "R values"]:
+    if sizes.has_cut_norm:
+        return plain_gated_output(out, inputs, weight, eps, sizes, group)
+    return kernels.mamba2_output.gated_output(
+        out,
+        inputs,
+        weight,
+        eps=eps,
+        norm_size=sizes.values if weight is None else sizes.norm_size,
+        gates_first=sizes.norm is not OutputNorm.BEFORE_GATE,
+        factor=sizes.out_factor,
+        order=SQUARES,
+    )
+
+
+gated_output = kernel_or_reference(kernel_gated_output, plain_gated_output, takes=is_bfloat16)
+
+
 def _normed(
     x: Float[Tensor, "R values"], eps: float, sizes: Mamba2Config, group: TPGroup
 ) -> Float[Tensor, "R values"]:
     """Divides the columns of each group by their root mean square."""
-    is_cut = sizes.values % sizes.norm_size > 0
+    is_cut = sizes.has_cut_norm
     whole = all_gather.all_gather(group, x) if is_cut else x
     groups = whole.unflatten(1, (-1, sizes.norm_size))
     normed = layers.rms_norm(groups, None, eps).flatten(1)

@@ -182,5 +182,4 @@ def gated_output(
     """Same as the specification; `group` is the tensor-parallel group of the heads."""
     if isinstance(sizes, GatedDeltaConfig):
         return out
-    _, z, _ = split_inputs(inputs, sizes)
-    return mamba2.output_norm(out, z.flatten(1), weights.norm, weights.eps, sizes, group)
+    return mamba2.gated_output(out, inputs, weights.norm, weights.eps, sizes, group)
