@@ -3,7 +3,7 @@
 Same results as `shared.spec.model`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from jax_impl.layers import (
 from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention.attention import AttentionRows, Pools
+from jax_impl.ops.attention.attention_layer import PagedKV
 from jax_impl.ops.gemm import layers, linear, per_layer
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.gemm.linear import NormedStream
@@ -33,6 +34,7 @@ from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
+from shared.models.groups import LayerPlace
 from shared.models.mixers import MixerConfig, NoMixer, SelfAttentionConfig
 
 
@@ -83,6 +85,13 @@ class Model(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
+        return cls.reading(config, weights, group, config.places)
+
+    @classmethod
+    def reading(
+        cls, config: ModelConfig, weights: Weights, group: TPGroup, places: Sequence[LayerPlace]
+    ) -> "Model":
+        """Builds a model of layers that read the pools at the given places."""
         blocks = tuple(
             DecoderLayer(
                 mixer=each.mixer,
@@ -92,7 +101,7 @@ class Model(NamedTuple):
                 parallel_place=at.parallel_index,
                 layer=layer,
             )
-            for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
+            for each, at, layer in zip(config.layers, places, weights.layers, strict=True)
         )
         return cls(config, weights, blocks, group)
 
@@ -121,7 +130,28 @@ def forward(
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
-    config, eps = model.config, model.config.rms_eps
+    weights, parts = model.weights, None
+    embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
+    if weights.per_layer is not None:
+        eps = model.config.rms_eps
+        parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, eps)
+    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams)
+
+
+def run_layers(
+    model: Model,
+    embedded: Hidden,
+    parts: Float[jax.Array, "R L size"] | None,
+    rows: AttentionRows,
+    kv: Pools,
+    mixer: RecurrentMixer | None,
+    kept_streams: tuple[int, ...],
+) -> Forward:
+    """Runs all layers from the inputs of the first on; see `forward`.
+
+    `parts` are the per-layer embeddings; None without them.
+    """
+    config = model.config
     # Layers of one configuration share a mixer, and a context with those that read their KV; layers
     # of one pool pass its carry on.
     contexts: dict[SelfAttentionConfig, AttentionContext] = {}
@@ -167,16 +197,13 @@ def forward(
         stream = output_and_mlp(config, layer, feed, mixed, stream, norm)
         return layer_end(config, layer, part, stream, norm), carry, beside_carry
 
-    embedded = layers.embed_tokens(model.weights.embed, tokens, shown, embedding_factor(model))
     norms = [block.layer.input_norm for block in model.blocks]
     # No GEMM reads the normed output of the last layer; any norm gives all layers one trace.
     norms.append(norms[-1])
     stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
         stream = counted(stream)
-    streams, parts = [], None
-    if model.weights.per_layer is not None:
-        parts = per_layer.per_layer_parts(tokens, embedded, model.weights.per_layer, eps)
+    streams = []
     for i, (block, norm) in enumerate(zip(model.blocks, norms[1:], strict=True)):
         pool = block.mixer.kind, block.pool
         if i in kept_streams:
@@ -192,10 +219,12 @@ def forward(
         streams.append(stream.whole)
     if mixer is not None:
         mixer.carry = carries[states]
-    hidden = layers.rms_norm(stream.whole, model.weights.final_norm, eps)
-    kinds = (each.mixer.kind for each in config.kv_pools)
-    pools = tuple(carries[kind, pool].pools for pool, kind in enumerate(kinds))
-    return Forward(hidden, tuple(streams), pools)
+    hidden = layers.rms_norm(stream.whole, model.weights.final_norm, config.rms_eps)
+    pools = list(kv)
+    for (_, pool), carry in carries.items():
+        if isinstance(carry, PagedKV):
+            pools[pool] = carry.pools
+    return Forward(hidden, tuple(streams), tuple(pools))
 
 
 def embedding_factor(model: Model) -> float:

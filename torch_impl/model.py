@@ -3,7 +3,7 @@
 Same results as `shared.spec.model`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
+from shared.models.groups import LayerPlace
 from shared.models.mixers import MixerConfig, NoMixer, SelfAttentionConfig
 from torch_impl.layers import (
     FEEDS,
@@ -85,6 +86,13 @@ class Model:
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
         """Builds the model from its config and weights."""
+        return cls.reading(config, weights, group, config.places)
+
+    @classmethod
+    def reading(
+        cls, config: ModelConfig, weights: Weights, group: TPGroup, places: Sequence[LayerPlace]
+    ) -> "Model":
+        """Builds a model of layers that read the pools at the given places."""
         device = weights.embed.device
         blocks = tuple(
             DecoderLayer(
@@ -95,7 +103,7 @@ class Model:
                 parallel_place=at.parallel_index,
                 layer=layer,
             )
-            for each, at, layer in zip(config.layers, config.places, weights.layers, strict=True)
+            for each, at, layer in zip(config.layers, places, weights.layers, strict=True)
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
         return cls(config, weights, frequencies, blocks, group)
@@ -125,6 +133,27 @@ def forward(
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
+    weights, parts = model.weights, None
+    embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
+    if weights.per_layer is not None:
+        eps = model.config.rms_eps
+        parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, eps)
+    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams)
+
+
+def run_layers(
+    model: Model,
+    embedded: Hidden,
+    parts: Float[Tensor, "R L size"] | None,
+    rows: AttentionRows,
+    kv: Pools,
+    mixer: RecurrentMixer | None,
+    kept_streams: tuple[int, ...],
+) -> Forward:
+    """Runs all layers from the inputs of the first on; see `forward`.
+
+    `parts` are the per-layer embeddings; None without them.
+    """
     config, weights = model.config, model.weights
     # Layers of one configuration share a mixer, and a context with those that read their KV.
     contexts: dict[SelfAttentionConfig, AttentionContext] = {}
@@ -139,11 +168,7 @@ def forward(
     if mixer is not None:
         mixers[config.recurrent] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
-    embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
-    parts = None
-    if weights.per_layer is not None:
-        parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, config.rms_eps)
     if config.experts is not None:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):

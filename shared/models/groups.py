@@ -136,11 +136,14 @@ def cache_pools(mixers: Sequence[MixerConfig]) -> tuple[CachePool, ...]:
 
 
 def check_kv_sharing(layers: Sequence[LayerConfig]) -> None:
-    """Checks the layers that read the KV of another layer.
+    """Checks the layers that read the KV of another layer; in a drafter that reads the KV of its
+    target, all layers do.
 
     Raises:
       ValueError: A layer cannot read the KV of the layer that it names; the message names both.
     """
+    if all(each.reads_target_kv for each in layers):
+        return
     for index, each in enumerate(layers):
         mixer, source = each.mixer, each.kv_shared_layer_index
         own = mixer.with_kv if isinstance(mixer, AttentionConfig) and not mixer.has_kv else None
@@ -191,6 +194,21 @@ def places(layers: Sequence[LayerConfig]) -> tuple[LayerPlace, ...]:
         if (source := each.kv_shared_layer_index) is not None:
             found[layer] |= {name: found[source][name] for name in ("pool", "pool_index")}
     return tuple(LayerPlace(**found[layer]) for layer in range(len(layers)))
+
+
+def places_in_target(
+    own: Sequence[LayerPlace], target: Sequence[LayerPlace], kv_layers: Sequence[int]
+) -> tuple[LayerPlace, ...]:
+    """Returns the places of a drafter's layers, which read the pools of its target.
+
+    Args:
+      own: Places of the drafter's layers in its own groups.
+      target: Places of the target's layers.
+      kv_layers: Target layer of each layer of the drafter.
+    """
+    read = (target[layer] for layer in kv_layers)
+    pairs = zip(own, read, strict=True)
+    return tuple(replace(x, pool=y.pool, pool_index=y.pool_index) for x, y in pairs)
 
 
 def _pool_key(mixer: MixerConfig) -> Hashable:

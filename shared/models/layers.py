@@ -10,7 +10,7 @@ MLP, `experts.down` of an MoE block.
 
 from dataclasses import dataclass, replace
 
-from shared.models.mixers import MixerConfig, NoMixer, RecurrentConfig
+from shared.models.mixers import AttentionConfig, MixerConfig, NoMixer, RecurrentConfig
 from shared.models.mlp import FeedForwardConfig, NoMLP
 
 
@@ -30,6 +30,14 @@ class LayerConfig:
     mlp: FeedForwardConfig
     kv_shared_layer_index: int | None = None
     parallel: RecurrentConfig | None = None
+
+    @property
+    def reads_target_kv(self) -> bool:
+        """True if an attention layer of a drafter reads the KV of a target layer: it has no KV of
+        its own, and names no layer of its own model.
+        """
+        has_none = isinstance(self.mixer, AttentionConfig) and not self.mixer.has_kv
+        return has_none and self.kv_shared_layer_index is None
 
     @property
     def is_single(self) -> bool:

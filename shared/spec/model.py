@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
+from shared.models.groups import LayerPlace
 from shared.models.mixers import (
     AttentionConfig,
     LatentAttentionConfig,
@@ -156,15 +157,34 @@ def forward(
       shown: Image embeddings; None for text.
       mixer: Runs the GDN layers; never called for a model without them.
     """
-    norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
-    norms.append(None)  # no product reads the output of the last layer
     embedded = layers.embed_tokens(weights["embed"], tokens, shown, config.embedding_factor)
-    stream = linear.stream(embedded, norms[0])
-    streams, pools, parts = [stream.rows], list(kv), None
+    parts = None
     if config.per_layer_size:
         table = per_layer_table(config, weights)
         parts = per_layer.per_layer_parts(tokens, embedded, table, config.rms_eps)
-    for layer, (each, place) in enumerate(zip(config.layers, config.places, strict=True)):
+    return run_layers(config, weights, config.places, kv, rows, embedded, parts, mixer)
+
+
+def run_layers(
+    config: ModelConfig,
+    weights: Weights,
+    places: Sequence[LayerPlace],
+    kv: Pools,
+    rows: AttentionRows,
+    embedded: Hidden,
+    parts: Float[np.ndarray, "R L size"] | None,
+    mixer: RecurrentMixer,
+) -> Forward:
+    """Runs all layers from the inputs of the first on; see `forward`.
+
+    `places` has the place of each layer in its groups and in the pools; `parts` are the per-layer
+    embeddings.
+    """
+    norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
+    norms.append(None)  # no product reads the output of the last layer
+    stream = linear.stream(embedded, norms[0])
+    streams, pools = [stream.rows], list(kv)
+    for layer, (each, place) in enumerate(zip(config.layers, places, strict=True)):
         if not isinstance(each.mixer, NoMixer):
             stack = f"{place.mixer}.", place.mixer_index
             projection, out = (
