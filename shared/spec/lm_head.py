@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.spec import layers, linear, sampling
+from shared.spec import layers, linear, sampling, token_clusters
 from shared.spec.linear import Matrix
 from shared.spec.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
+from shared.spec.token_clusters import TokenClusters
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,25 @@ class Projection:
       weight: LM head, one row per token.
       factor: Multiplier of the logits.
       softcap: Soft cap of the logits; None for none.
+      clusters: Clusters of the tokens; logits outside of a row's best clusters are -inf. None for
+        all logits.
     """
 
     rows: Float[np.ndarray, "R hidden"]
     weight: Matrix
     factor: float = 1.0
     softcap: float | None = None
+    clusters: TokenClusters | None = None
 
 
 def scores(projection: Projection) -> Float[np.ndarray, "R vocab"]:
     """Computes all logits in float32."""
     found = linear.product_float32(projection.rows, projection.weight, projection.factor)
-    return found if projection.softcap is None else layers.softcap(found, projection.softcap)
+    if projection.softcap is not None:
+        found = layers.softcap(found, projection.softcap)
+    if projection.clusters is None:
+        return found
+    return token_clusters.kept(found, projection.rows, projection.clusters)
 
 
 def needs_logits(

@@ -16,8 +16,9 @@ from torch_impl import ops
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.gemm.linear import Matrix, kernel_products, product_float32
-from torch_impl.ops.sampling import sampling
+from torch_impl.ops.sampling import sampling, token_clusters
 from torch_impl.ops.sampling.sampling import RankedCandidates, SampledTokens, Sampling, TokenCounts
+from torch_impl.ops.sampling.token_clusters import TokenClusters
 from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary, num_tokens_of
 
 
@@ -29,12 +30,22 @@ class Projection:
     weight: Matrix
     factor: float = 1.0
     softcap: float | None = None
+    clusters: TokenClusters | None = None
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the logits are the outputs of the GEMM, so that its epilogue can read them."""
+        return self.softcap is None and self.clusters is None
 
 
 def scores(projection: Projection) -> Float[Tensor, "R share"]:
     """Computes the logits of this rank's shard, float32."""
     found = product_float32(projection.rows, projection.weight, projection.factor)
-    return found if projection.softcap is None else layers.softcap(found, projection.softcap)
+    if projection.softcap is not None:
+        found = layers.softcap(found, projection.softcap)
+    if projection.clusters is None:
+        return found
+    return token_clusters.kept(found, projection.rows, projection.clusters)
 
 
 def plain_choose(
@@ -100,7 +111,7 @@ def choose(
 ) -> SampledTokens:
     """Same as the specification; with a grammar mask the logits are computed first."""
     given = (seen, positions, params, request)
-    if allowed is None and projection.softcap is None:
+    if allowed is None and projection.is_linear:
         return _choose_from(projection, *given, vocabulary)
     return sampling.choose(scores(projection), *given, allowed, vocabulary)
 
@@ -173,7 +184,7 @@ def rank(
     """Same as the specification; not fused for a sharded LM head or for sampled drafts."""
     given = (projection, seen, positions, params, keys, stream, width)
     is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
-    is_other |= projection.softcap is not None
+    is_other |= not projection.is_linear
     if is_sampled or is_other or not vocabulary.group.is_single:
         return rank_apart(*given, is_sampled, columns, vocabulary)
     return _rank_from(*given, columns)
