@@ -20,13 +20,14 @@ from jax_impl import device_state, drafters, ops, weights
 from jax_impl.compilation_cache import CompilationCache
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
+from jax_impl.drafters.assistant import AssistantDrafter
 from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
 from jax_impl.kernel_limits import KERNEL_LIMITS
 from jax_impl.mesh import RankMesh
 from jax_impl.model import Model
-from jax_impl.model_weights import BlockWeights
+from jax_impl.model_weights import AssistantWeights, BlockWeights
 from jax_impl.step import step
 from jax_impl.step_context import StepContext
 from jax_impl.symmetric_memory import AllGather, connect
@@ -214,8 +215,7 @@ class JaxBackend:
         assert isinstance(result, ReadyArray)
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
-        how = (self.capacity, result, self._clock, self._exchange)
-        self._last = JaxFuture(plan.program, *how)
+        self._last = JaxFuture(plan.program, self.capacity, result, self._clock, self._exchange)
         return self._last
 
     def close(self) -> None:
@@ -293,8 +293,7 @@ def _of_ranks(
 
 
 def _leaves_of(device: jax.Device, *loaded: Loaded | None) -> list[Leaf]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(loaded)
-    return [_leaf(path, array, device) for path, array in leaves]
+    return [_leaf(path, array, device) for path, array in jax.tree.leaves_with_path(loaded)]
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -312,8 +311,7 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
 
 def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
     """Returns the placeholder of a device array for compilation."""
-    where = SingleDeviceSharding(device)
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(device))
 
 
 def _placed(
@@ -346,6 +344,8 @@ def _binding(
         head = weights.head_of(drafts.head, own, in_stacks)
         if isinstance(head, BlockWeights):
             return model, BlockDrafter.of(model, head)
+        if isinstance(head, AssistantWeights):
+            return model, AssistantDrafter.of(model, head)
         return model, EagleDrafter(heads.HEADS[drafts.kind](model, head))
 
     return bind

@@ -26,7 +26,14 @@ from jax_impl.ops.sampling.acceptance import AcceptedPath
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.sampling import TokenCounts
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
-from jax_impl.step_context import Step, logprobs_of, ranking, with_image_mrope
+from jax_impl.step_context import (
+    Step,
+    drafter_state,
+    logprobs_of,
+    ranking,
+    with_drafter_state,
+    with_image_mrope,
+)
 from shared.boundary.program import ProgramFeature
 
 
@@ -304,8 +311,9 @@ def draft_extend(
         passed=passed,
         last=last,
     )
-    memory = context.drafter.extend(state.draft, plan, step.lengths, counts, committed, rank)
-    return state._replace(draft=memory)
+    memory = drafter_state(step, state)
+    memory = context.drafter.extend(memory, plan, step.lengths, counts, committed, rank)
+    return with_drafter_state(step, state, memory)
 
 
 def result_fields(

@@ -53,7 +53,8 @@ class DraftState(NamedTuple):
     Attributes:
       draft_from: First position from which the slot's draft KV has no gap.
       relay: Draft input by slot; None for drafters without one.
-      kv: KV pools of the drafter, indexed by the target's page numbers.
+      kv: KV pools of the drafter, indexed by the target's page numbers. For a drafter that reads
+        the target's KV: none between steps, and while it runs those of the target.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
     """
 

@@ -10,7 +10,7 @@ from jax_impl.device_state import DeviceState, Fields, HostDraft
 from jax_impl.drafters import DraftRequests, DraftTrees
 from jax_impl.ops.trees import merge_drafts, ngram, verify_budget
 from jax_impl.ops.trees.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
-from jax_impl.step_context import Step, mrope_deltas, ranking
+from jax_impl.step_context import Step, drafter_state, mrope_deltas, ranking, with_drafter_state
 from shared.boundary.program import ProgramFeature
 from shared.spec.ngram import width_of
 
@@ -103,8 +103,9 @@ def _grow(
     deltas = mrope_deltas(step, state)
     requests = DraftRequests.of(state.draft, step.plan, newest, step.lengths, deltas)
     rank = ranking(step, state, step.lengths, shape.width, step.samples_drafts)
-    drafted, memory = drafter.draft(state.draft, requests, shape.drafter, rank)
-    return state._replace(draft=memory), drafted
+    memory = drafter_state(step, state)
+    drafted, memory = drafter.draft(memory, requests, shape.drafter, rank)
+    return with_drafter_state(step, state, memory), drafted
 
 
 def _ngram_trees(step: Step, state: DeviceState) -> DraftTrees:

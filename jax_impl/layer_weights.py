@@ -27,8 +27,12 @@ def layers_of(
     layers, ats = [], places(like)
     feeds = {"mlp": _mlp, "experts": _experts, "no_mlp": _nothing}
     # Kernels take QK norms from a stack by the layer's index in its pool. There, the later layers
-    # of a head follow its first one.
-    alone = {f"{prefix}{x.mixer}." for x in ats if x.mixer_index != x.pool_index}
+    # of a head follow its first one, and layers that read the target's KV have its indices.
+    alone = {
+        f"{prefix}{x.mixer}."
+        for x, each in zip(ats, like, strict=True)
+        if x.mixer_index != x.pool_index or each.reads_target_kv
+    }
     attention = partial(_attention, alone={*alone, "later.attention."})
     mixers = {"attention": attention, "gated_delta": _recurrent, "mamba2": _recurrent}
     mixers |= {"latent_attention": _latent_attention, "no_mixer": _nothing}

@@ -11,6 +11,8 @@ from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.per_layer import PerLayerInput, PerLayerTable
 from jax_impl.ops.moe.experts import Experts
+from jax_impl.ops.sampling.token_clusters import TokenClusters
+from shared.drafts.assistant import TOKEN_CLUSTERS
 from shared.drafts.checkpoint import part_names
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig
@@ -132,6 +134,43 @@ class HeadWeights(NamedTuple):
     lm_head: Matrix | None
     embed: Float[jax.Array, "vocab hidden"] | None
     draft_ids: Int[jax.Array, " draft_vocab"] | None
+
+
+class AssistantWeights(NamedTuple):
+    """Assistant, which reads the KV of its target; its embedding is the target's.
+
+    Attributes:
+      fc: Matrix of a token's embedding and a hidden state, concatenated.
+      post: Matrix from the output of the final norm to the hidden state of the next draft level.
+      clusters: Clusters of the tokens of `lm_head`; None if all logits are computed.
+    """
+
+    config: DraftConfig
+    fc: Matrix
+    layers: tuple[Layer, ...]
+    final_norm: Float[jax.Array, " hidden"]
+    post: Matrix
+    lm_head: Matrix
+    clusters: TokenClusters | None
+
+    @classmethod
+    def of(
+        cls, config: DraftConfig, layers: tuple[Layer, ...], arrays: Mapping[str, jax.Array]
+    ) -> "AssistantWeights":
+        """Builds the weights from a head's layers and its other named arrays."""
+        clusters = None
+        if config.clusters is not None:
+            centroids = Matrix.plain(arrays["centroids"])
+            clusters = TokenClusters(centroids, arrays[TOKEN_CLUSTERS], config.clusters.top_k)
+        return cls(
+            config=config,
+            fc=Matrix.plain(arrays["fc"]),
+            layers=layers,
+            final_norm=arrays["final_norm"],
+            post=Matrix.plain(arrays["post"]),
+            lm_head=Matrix.plain(arrays["lm_head"]),
+            clusters=clusters,
+        )
 
 
 class ConvWeights(NamedTuple):

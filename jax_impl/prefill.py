@@ -18,7 +18,7 @@ from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
 from jax_impl.ops.sampling.sampling import SampledTokens
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
-from jax_impl.step_context import Step, logprobs_of, ranking
+from jax_impl.step_context import Step, drafter_state, logprobs_of, ranking, with_drafter_state
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
@@ -183,8 +183,9 @@ def _extend_drafter(
         passed=passed,
         last=prompts.last,
     )
-    memory = context.drafter.prefill(state.draft, plan, prompts, committed, rank)
-    return state._replace(draft=memory)
+    memory = drafter_state(step, state)
+    memory = context.drafter.prefill(memory, plan, prompts, committed, rank)
+    return with_drafter_state(step, state, memory)
 
 
 def _learn_ngrams(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl.device_state import DeviceState, Fields, Plan
+from jax_impl.device_state import DeviceState, DraftState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
 from jax_impl.model_weights import VisionEncoderWeights
@@ -69,6 +69,24 @@ class Step(NamedTuple):
         """Residual streams (auxiliary hidden states) that the drafter reads."""
         drafter = self.context.drafter
         return drafter.streams if drafter is not None and self.extends_drafter else ()
+
+
+def drafter_state(step: Step, state: DeviceState) -> DraftState:
+    """Returns the state with which the drafter runs; it has the pools that the drafter reads."""
+    assert state.draft is not None
+    return state.draft._replace(kv=state.kv) if _reads_target_kv(step) else state.draft
+
+
+def with_drafter_state(step: Step, state: DeviceState, draft: DraftState) -> DeviceState:
+    """Returns the device state after the drafter has run."""
+    if _reads_target_kv(step):
+        return state._replace(kv=draft.kv, draft=draft._replace(kv=()))
+    return state._replace(draft=draft)
+
+
+def _reads_target_kv(step: Step) -> bool:
+    drafter = step.context.drafter
+    return drafter is not None and drafter.sizes.reads_target_kv
 
 
 def ranking(

@@ -6,7 +6,7 @@ zero-centred norms.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from jax_impl import dummy_weights
 from jax_impl.formats import registry
 from jax_impl.layer_weights import layers_of
 from jax_impl.model_weights import (
+    AssistantWeights,
     BlockWeights,
     DraftVocabHead,
     EncoderBlock,
@@ -33,7 +34,7 @@ from jax_impl.ops.gemm import linear
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.per_layer import PerLayerTable
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
+from shared.drafts.checkpoint import check_head, head_parameters, maps_of_rank, token_maps
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
@@ -137,8 +138,8 @@ def load_head(
     """
     wanted = of_rank(check_head(checkpoint, config), group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    ids = draft_ids(checkpoint, config) if config.has_draft_vocab else None
-    return _with_ids(_sorted_out(wanted, read, dtype, device), ids, device)
+    maps = maps_of_rank(token_maps(checkpoint, config), group.rank, group.count)
+    return _with_maps(_sorted_out(wanted, read, dtype, device), maps, device)
 
 
 def load_vision_encoder(
@@ -180,12 +181,16 @@ def head_from_arrays(
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
     read = partial(_share_of, head.weights)
     loaded = _sorted_out(of_rank(wanted, group.rank, group.count), read, dtype, device)
-    return _with_ids(loaded, head.weights.get("draft_ids"), device)
+    return _with_maps(loaded, maps_of_rank(head.weights, group.rank, group.count), device)
 
 
-def _with_ids(loaded: Loaded, ids: Iterable[int] | None, device: jax.Device) -> Loaded:
-    if ids is not None:
-        loaded.alone["draft_ids"] = jax.device_put(jnp.asarray(ids, np.int32), device)
+def _with_ids(loaded: Loaded, ids: Sequence[int] | None, device: jax.Device) -> Loaded:
+    return loaded if ids is None else _with_maps(loaded, {"draft_ids": ids}, device)
+
+
+def _with_maps(loaded: Loaded, maps: Mapping[str, Any], device: jax.Device) -> Loaded:
+    for name, values in maps.items():
+        loaded.alone[name] = jax.device_put(jnp.asarray(values, np.int32), device)
     return loaded
 
 
@@ -296,8 +301,13 @@ def _per_layer(alone: Mapping[str, jax.Array]) -> PerLayerTable | None:
     return PerLayerTable(embed, Matrix.plain(projection), norm)
 
 
-def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights | BlockWeights:
+def head_of(
+    config: DraftConfig, loaded: Loaded, in_stacks: bool
+) -> HeadWeights | BlockWeights | AssistantWeights:
     """Builds a draft head's records; see `weights_of`."""
+    if config.traits.reads_target_kv:
+        layers = layers_of(loaded.stacks, "", config.layer.layers, in_stacks)
+        return AssistantWeights.of(config, layers, loaded.alone)
     return (_block if config.block else _eagle)(config, loaded, in_stacks)
 
 

@@ -53,6 +53,8 @@ ONE_SIDED_NAMES = {
     "platform.py::set_cpu_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
+    "step_context.py::drafter_state": "the drafter of torch shares the target's pools",
+    "step_context.py::with_drafter_state": "the same",
     "cache_pools.py::new_kv": "a JAX program declares the placement of its results",
     "cache_pools.py::new_pools": "the same",
     "cache_pools.py::new_states": "the same",

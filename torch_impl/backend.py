@@ -29,12 +29,19 @@ from torch_impl import weights as weights_module
 from torch_impl.cuda_graphs import CapturedGraph, CapturedGraphs
 from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
+from torch_impl.drafters.assistant import AssistantDrafter
 from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
 from torch_impl.kernel_limits import KERNEL_LIMITS
 from torch_impl.model import Model
-from torch_impl.model_weights import BlockWeights, HeadWeights, VisionEncoderWeights, Weights
+from torch_impl.model_weights import (
+    AssistantWeights,
+    BlockWeights,
+    HeadWeights,
+    VisionEncoderWeights,
+    Weights,
+)
 from torch_impl.ops import kernels_on
 from torch_impl.step import step
 from torch_impl.step_context import StepContext
@@ -42,7 +49,7 @@ from torch_impl.symmetric_memory import AllGather, connect
 from torch_impl.workspace import workspace
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
-DraftWeights = Weights | HeadWeights | BlockWeights
+DraftWeights = Weights | HeadWeights | BlockWeights | AssistantWeights
 
 
 class TorchBackend:
@@ -203,6 +210,8 @@ def _drafter(
     if drafts.block is not None:
         assert isinstance(weights, BlockWeights)
         return BlockDrafter.of(model, weights)
+    if isinstance(weights, AssistantWeights):
+        return AssistantDrafter.of(model, weights)
     assert isinstance(weights, HeadWeights)
     return EagleDrafter(heads.HEADS[drafts.kind](model, weights))
 

@@ -48,7 +48,8 @@ class DraftState:
     Attributes:
       draft_from: First position from which the slot's draft KV has no gap.
       relay: Draft input by slot; None for drafters without one.
-      kv: KV pools of the drafter, indexed by the target's page numbers.
+      kv: KV pools of the drafter, indexed by the target's page numbers. For a drafter that reads
+        the target's KV: the pools of the target.
       delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
     """
 
@@ -116,17 +117,18 @@ def allocate(
     """
     slots, size = capacity.num_slots, capacity.page_size
     per_slot = {"dtype": torch.int32, "device": device}
+    kv = tuple(
+        new_kv(each.mixer, len(each), (capacity.num_pages_of(each.window), size), dtype, device)
+        for each in config.kv_pools
+    )
     return DeviceState(
         lengths=torch.zeros(slots, **per_slot),
         newest=torch.zeros(slots, **per_slot),
         seen=torch.zeros(slots, capacity.vocab, **per_slot),
-        kv=tuple(
-            new_kv(each.mixer, len(each), (capacity.num_pages_of(each.window), size), dtype, device)
-            for each in config.kv_pools
-        ),
+        kv=kv,
         delta=new_states(config.cache_pools, slots, dtype, device),
         snapshots=new_states(config.cache_pools, capacity.num_snapshots, dtype, device),
-        draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
+        draft=None if drafter is None else _new_draft(drafter, kv, capacity, dtype, device),
         images=_new_images(capacity, dtype, device),
         texts=_new_texts(capacity, device),
     )
@@ -169,13 +171,17 @@ def _new_texts(capacity: BackendLimits, device: torch.device) -> ngram.NgramStat
 
 
 def _new_draft(
-    drafter: DraftStateSizes, capacity: BackendLimits, dtype: torch.dtype, device: torch.device
+    drafter: DraftStateSizes,
+    target_kv: Pools,
+    capacity: BackendLimits,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> DraftState:
     slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     return DraftState(
         draft_from=torch.zeros(slots, dtype=torch.int32, device=device),
         relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_draft_input else None,
-        kv=new_pools(drafter.pools, pool, dtype, device),
+        kv=target_kv if drafter.reads_target_kv else new_pools(drafter.pools, pool, dtype, device),
         delta=new_states(drafter.pools, slots, dtype, device),
         snapshots=new_states(drafter.pools, capacity.num_snapshots, dtype, device),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.drafts.assistant import TOKEN_CLUSTERS
 from shared.drafts.checkpoint import part_names
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig
@@ -13,6 +14,7 @@ from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
 from torch_impl.ops.gemm.per_layer import PerLayerInput, PerLayerTable
 from torch_impl.ops.moe.experts import Experts
+from torch_impl.ops.sampling.token_clusters import TokenClusters
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,44 @@ class HeadWeights:
     lm_head: Matrix | None
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
+
+
+@dataclass(frozen=True)
+class AssistantWeights:
+    """Assistant, which reads the KV of its target; its embedding is the target's.
+
+    Attributes:
+      fc: Matrix of a token's embedding and a hidden state, concatenated.
+      post: Matrix from the output of the final norm to the hidden state of the next draft level.
+      clusters: Clusters of the tokens of `lm_head`; None if all logits are computed.
+    """
+
+    config: DraftConfig
+    fc: Matrix
+    layers: tuple[Layer, ...]
+    final_norm: Float[Tensor, " hidden"]
+    post: Matrix
+    lm_head: Matrix
+    clusters: TokenClusters | None
+
+    @classmethod
+    def of(
+        cls, config: DraftConfig, layers: tuple[Layer, ...], arrays: Mapping[str, Tensor]
+    ) -> "AssistantWeights":
+        """Builds the weights from a head's layers and its other named arrays."""
+        clusters = None
+        if config.clusters is not None:
+            centroids = Matrix.plain(arrays["centroids"])
+            clusters = TokenClusters(centroids, arrays[TOKEN_CLUSTERS], config.clusters.top_k)
+        return cls(
+            config=config,
+            fc=Matrix.plain(arrays["fc"]),
+            layers=layers,
+            final_norm=arrays["final_norm"],
+            post=Matrix.plain(arrays["post"]),
+            lm_head=Matrix.plain(arrays["lm_head"]),
+            clusters=clusters,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
+from shared.drafts.checkpoint import check_head, head_parameters, maps_of_rank, token_maps
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
@@ -26,6 +26,7 @@ from torch_impl import dummy_weights
 from torch_impl.formats import registry
 from torch_impl.layer_weights import layers_of, matrix_of
 from torch_impl.model_weights import (
+    AssistantWeights,
     BlockWeights,
     DraftVocabHead,
     EncoderBlock,
@@ -106,7 +107,7 @@ def load_head(
     device: torch.device,
     progress: Callable[[int], None],
     group: TPGroup = SINGLE_RANK,
-) -> HeadWeights | BlockWeights:
+) -> HeadWeights | BlockWeights | AssistantWeights:
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
@@ -114,8 +115,8 @@ def load_head(
     """
     wanted = of_rank(check_head(checkpoint, config), group.rank, group.count)
     tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
-    if config.has_draft_vocab:
-        tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
+    maps = maps_of_rank(token_maps(checkpoint, config), group.rank, group.count)
+    tensors |= {name: _tensor(values, device) for name, values in maps.items()}
     return _head(_local_head(config, group), tensors)
 
 
@@ -138,12 +139,12 @@ def load_vision_encoder(
 
 def head_from_arrays(
     head: DraftHead, dtype: str, device: torch.device, group: TPGroup = SINGLE_RANK
-) -> HeadWeights | BlockWeights:
+) -> HeadWeights | BlockWeights | AssistantWeights:
     """Copies a rank's shard of a draft head's arrays to the device; some may be absent."""
     wanted = head_parameters(head.config, None)
     tensors = _from_arrays(wanted, head.weights, dtype, device, group)
-    if head.config.has_draft_vocab:
-        tensors["draft_ids"] = _tensor(np.array(head.weights["draft_ids"]), device)
+    maps = maps_of_rank(head.weights, group.rank, group.count)
+    tensors |= {name: _tensor(values.copy(), device) for name, values in maps.items()}
     return _head(_local_head(head.config, group), tensors)
 
 
@@ -263,7 +264,10 @@ def _tower(config: VisionConfig, tensors: Tensors) -> VisionEncoderWeights:
     )
 
 
-def _head(config: DraftConfig, tensors: Tensors) -> HeadWeights | BlockWeights:
+def _head(config: DraftConfig, tensors: Tensors) -> HeadWeights | BlockWeights | AssistantWeights:
+    if config.traits.reads_target_kv:
+        layers = layers_of(tensors, "", config.layer.layers)
+        return AssistantWeights.of(config, layers, tensors)
     return _block(config, tensors) if config.block else _eagle(config, tensors)
 
 

@@ -10,7 +10,7 @@ from jax_impl.device_state import DraftInput, DraftState, Plan
 from jax_impl.model import Forward
 from jax_impl.ops import scan
 from jax_impl.ops.attention import attention
-from jax_impl.ops.attention.attention import AttentionRows
+from jax_impl.ops.attention.attention import AttentionRows, WindowPageTables
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.sampling import candidate_lists, lm_head, sampling, vocab_parallel
 from jax_impl.ops.sampling.lm_head import Projection
@@ -32,6 +32,7 @@ class DraftRequests(NamedTuple):
       slots: Slot of each request.
       deltas: M-RoPE position delta of each request; None for a text-only model.
       relay: Draft input of each request; None for a drafter without one.
+      window_page_tables: See `AttentionRows`; read by a drafter that reads the target's KV.
     """
 
     slots: Int[jax.Array, " B"]
@@ -42,6 +43,7 @@ class DraftRequests(NamedTuple):
     draft_from: Int[jax.Array, " B"]
     max_drafts: Int[jax.Array, " B"]
     page_table: Int[jax.Array, "B table"]
+    window_page_tables: WindowPageTables
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class DraftRequests(NamedTuple):
             draft_from=memory.draft_from[plan.slots],
             max_drafts=plan.sampling.max_drafts,
             page_table=plan.page_table,
+            window_page_tables=plan.window_page_tables,
         )
 
     @property

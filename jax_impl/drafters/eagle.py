@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.device_state import DraftInput, DraftState, Plan
 from jax_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from jax_impl.drafters.heads import Head, Tokens
+from jax_impl.layers import Hidden
 from jax_impl.ops import scan
 from jax_impl.ops.attention.attention import KV, AttentionRows, with_mrope
 from jax_impl.ops.sampling.lm_head import Projection
@@ -123,13 +124,16 @@ class FirstLevel(NamedTuple):
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> FirstLevel:
-    """Returns the relay's candidates; for rejection sampling the draft is sampled again.
+def first_of(
+    projected: Callable[[Hidden], Projection], relay: DraftInput, shape: TreeShape, rank: Ranking
+) -> FirstLevel:
+    """Returns the relay's candidates; for rejection sampling the draft is sampled again, from the
+    projection of the relay's hidden state.
 
     A slot does not store the draft distribution.
     """
     if rank.is_sampled:
-        return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
+        return FirstLevel.of(rank.roots(projected(relay.hidden)))
     return FirstLevel(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
@@ -155,7 +159,7 @@ def draft(
         return hidden[rows]
 
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
-    expand, first = Expand(run, pick, relay.hidden), first_of(head, relay, shape, rank)
+    expand, first = Expand(run, pick, relay.hidden), first_of(head.projected, relay, shape, rank)
     return grow(expand, kv, first, requests, shape, rank, root_rows=0)
 
 

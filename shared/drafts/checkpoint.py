@@ -4,15 +4,22 @@ A head of another kind often loads without an error and then drafts tokens that 
 so the kind is checked.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
 
+from shared.drafts.assistant import (
+    CENTROIDS,
+    TOKEN_CLUSTERS,
+    TOKEN_ORDERING,
+    clusters_of_rank,
+    clusters_of_tokens,
+)
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
 from shared.drafts.dflash_config import BlockConfig
 from shared.drafts.drafter_spec import DrafterSpec
@@ -25,7 +32,7 @@ from shared.models.checkpoint import (
 from shared.models.config import ModelConfig
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.parameter import Parameter
-from shared.models.parameters import decoder_parameters, parameters
+from shared.models.parameters import decoder_parameters, parameters, unread_kv
 from shared.models.sentence_list import sentence_list
 from shared.models.stacks import BIAS, by_columns, head_of, norms_of, single, single_norm
 
@@ -56,10 +63,16 @@ more."""
 
 EMBEDDING = "embed_tokens.weight"
 
+INPUTS = ("fc.weight", "pre_projection.weight")
+"""Tensors of which each draft head of a format of its own has one."""
+
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
 
-IGNORED = (*COPIES, "t2d", "d2t")
+IGNORED = (*COPIES, "t2d", "d2t", TOKEN_ORDERING)
+
+TOKEN_MAPS = ("draft_ids", TOKEN_CLUSTERS)
+"""Names of the integer arrays of heads."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,8 @@ def draft_parameters(drafts: DrafterSpec, names: Collection[str] | None) -> list
 
 def is_head(names: Collection[str]) -> bool:
     """Returns True if these tensor names are of a draft head of any kind, not of a whole model."""
-    return "fc.weight" in names or any(name.startswith(SPECULATORS_MTP) for name in names)
+    is_own = any(name in names for name in INPUTS)
+    return is_own or any(name.startswith(SPECULATORS_MTP) for name in names)
 
 
 def kind_of(names: Collection[str]) -> str:
@@ -153,6 +167,8 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
       config: Config of the head.
       names: Tensor names, which select between two spellings; None before the files are opened.
     """
+    if config.traits.reads_target_kv:
+        return _assistant_parameters(config)
     names = names or ()
     tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
     if config.has_bias:
@@ -254,6 +270,21 @@ def part_names(config: DraftConfig) -> list[str]:
     return [parameter.name for parameter in found]
 
 
+def _assistant_parameters(config: DraftConfig) -> list[Parameter]:
+    layer, clusters = config.layer, config.clusters
+    folders = [f"layers.{i}" for i in range(layer.num_layers)]
+    tensors = [
+        by_columns("fc", "pre_projection.weight", (layer.hidden, config.fc_inputs)),
+        *decoder_parameters("", layer, folders),
+        _norm("final_norm", "norm.weight", layer.hidden),
+        by_columns("post", "post_projection.weight", (config.target_hidden, layer.hidden)),
+        head_of("lm_head", EMBEDDING, (layer.vocab, layer.hidden)),
+    ]
+    if clusters is not None:
+        tensors.append(single("centroids", CENTROIDS, (clusters.num_clusters, layer.hidden)))
+    return tensors
+
+
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
     norms, width = [], config.target_hidden
     if config.norm_aux:
@@ -281,6 +312,8 @@ def dummy_head(config: DraftConfig) -> DummyCheckpoint:
     ids = np.arange(config.draft_vocab, dtype=np.int64)
     offsets = (ids * config.layer.vocab // config.draft_vocab - ids).astype(np.int32)
     maps = {"d2t": offsets} if config.has_draft_vocab else {}
+    if config.clusters is not None:
+        maps[TOKEN_ORDERING] = np.arange(config.layer.vocab, dtype=np.int32)
     return DummyCheckpoint(head_parameters(config, None), maps, None)
 
 
@@ -307,15 +340,37 @@ def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
     wanted = head_parameters(config, checkpoint.names)
     checkpoint.check_parameters(wanted)
     for name in sorted(set(checkpoint.names) - checkpoint.known(wanted)):
-        if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
+        if not _is_ignored(name, config):
             raise CheckpointError(
                 f"tensor {name} is not part of {KINDS[kind].described}; use a head without it"
             )
-    if config.has_draft_vocab:
-        draft_ids(checkpoint, config)
-    else:
+    if not config.has_draft_vocab:
         _check_whole(checkpoint)
+    token_maps(checkpoint, config)
     return wanted
+
+
+def _is_ignored(name: str, config: DraftConfig) -> bool:
+    """Returns True if a tensor is a copy of another, has no effect, or is read as a token map."""
+    is_copy = name.removeprefix("model.") in IGNORED or name.endswith("rotary_emb.inv_freq")
+    return is_copy or name.startswith(tuple(unread_kv(config.layer)))
+
+
+def token_maps(checkpoint: Stored, config: DraftConfig) -> dict[str, Int32[np.ndarray, " tokens"]]:
+    """Returns the integer arrays of a head by name: the target ids of a draft vocabulary, and the
+    clusters of the tokens.
+
+    Raises:
+      CheckpointError: A tensor is missing or invalid.
+    """
+    maps = {"draft_ids": draft_ids(checkpoint, config)} if config.has_draft_vocab else {}
+    if config.clusters is not None:
+        ordering = checkpoint.tensor(TOKEN_ORDERING)
+        try:
+            maps[TOKEN_CLUSTERS] = clusters_of_tokens(ordering, config.clusters, config.layer.vocab)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+    return maps
 
 
 def _check_whole(checkpoint: Stored) -> None:
@@ -327,6 +382,16 @@ def _check_whole(checkpoint: Stored) -> None:
             f"tensor {'d2t' if is_moved else 't2d'} maps a draft vocabulary, but the draft "
             "model's config.json has no draft_vocab_size below vocab_size"
         )
+
+
+def maps_of_rank(
+    arrays: Mapping[str, Shaped[np.ndarray, "..."]], rank: int, count: int
+) -> dict[str, Int32[np.ndarray, " tokens"]]:
+    """Returns the integer arrays of `token_maps` among arrays, as a TP rank needs them."""
+    maps = {name: np.asarray(arrays[name]) for name in TOKEN_MAPS if name in arrays}
+    if TOKEN_CLUSTERS in maps:
+        maps[TOKEN_CLUSTERS] = clusters_of_rank(maps[TOKEN_CLUSTERS], rank, count)
+    return maps
 
 
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
@@ -369,6 +434,4 @@ def load_head(
     """
     wanted = check_head(checkpoint, config)
     weights = {p.name: checkpoint.load(p, dtype, progress) for p in wanted}
-    if config.has_draft_vocab:
-        weights["draft_ids"] = draft_ids(checkpoint, config)
-    return DraftHead(config, weights)
+    return DraftHead(config, weights | token_maps(checkpoint, config))

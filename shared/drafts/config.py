@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from shared.drafts import assistant
+from shared.drafts.assistant import ClusterConfig
 from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
 from shared.drafts.config_formats import read_raw_config
 from shared.drafts.dflash_config import SLIDING, BlockConfig, Part, block_of, windows_of
@@ -52,6 +54,9 @@ class DraftConfig:
       norm_output: True if the next draft step reads the hidden state after the final norm.
       norm_residual: True if the first layer's residual is the normalised hidden state.
       block: Block of a head that fills one in one pass; else None.
+      kv_layers: For each layer of the head the target layer that has the KV it reads; empty for a
+        head with KV of its own.
+      clusters: Clusters of its LM head; None if all logits are computed.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
     DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
@@ -71,6 +76,8 @@ class DraftConfig:
     norm_output: bool
     norm_residual: bool
     block: BlockConfig | None
+    kv_layers: tuple[int, ...]
+    clusters: ClusterConfig | None
 
     @property
     def traits(self) -> HeadTraits:
@@ -103,6 +110,8 @@ class DraftConfig:
     @property
     def sizes(self) -> "DraftStateSizes":
         """State of the head on the device."""
+        if self.traits.reads_target_kv:
+            return DraftStateSizes(model=self.layer, pools=(), has_draft_input=True)
         layers, has_draft_input = self.layer.num_layers, self.block is None
         return DraftStateSizes.of_layers(self.layer, layers, has_draft_input=has_draft_input)
 
@@ -149,8 +158,14 @@ class DraftConfig:
                 "the draft model is an MTP layer (speculators_model_type); use it with "
                 "--speculative-algorithm NEXTN"
             )
-        traits, settings, layer = HEADS[raw.kind], raw.settings, _layers(raw, target)
-        _refuse_sizes(raw, layer, target, num_known)
+        traits, settings = HEADS[raw.kind], raw.settings
+        kv_layers, clusters = tuple[int, ...](), None
+        if traits.reads_target_kv:
+            layer, kv_layers = assistant.read_layers(settings, target)
+            clusters = assistant.read_clusters(settings, layer.vocab)
+        else:
+            layer = _layers(raw, target)
+            _refuse_sizes(raw, layer, target, num_known)
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
         if layer_ids is not None and traits.aux_streams is None:
@@ -162,7 +177,7 @@ class DraftConfig:
             aux_streams=_streams(raw, layer, target, layer_ids),
             stored_vocab=stored_vocab,
             draft_vocab=draft_vocab,
-            own_embed=layer.hidden != target.hidden,
+            own_embed=layer.hidden != target.hidden and not traits.reads_target_kv,
             own_lm_head=traits.is_independent and settings.get("draft_vocab_size", 0) is not None,
             has_bias=raw.flag("bias", traits.has_bias),
             norm_aux=raw.flag("fc_norm") or raw.flag("use_aux_norm"),
@@ -170,6 +185,8 @@ class DraftConfig:
             norm_output=raw.flag("norm_output"),
             norm_residual=raw.flag("norm_before_residual"),
             block=block_of(raw, layer) if KINDS[raw.kind].is_block else None,
+            kv_layers=kv_layers,
+            clusters=clusters,
         )
         return draft._checked(target, raw)
 
@@ -244,7 +261,7 @@ class DraftStateSizes:
     Attributes:
       model: Config of its layers and hidden state.
       pools: Its cache pools; KV is stored in the target's pages. The layers of a head share a pool,
-        whatever their windows.
+        whatever their windows. Empty for a drafter that reads the target's KV.
       has_draft_input: True if draft extend stores a draft input (candidates and a hidden state) for
         the next step.
     """
@@ -252,6 +269,11 @@ class DraftStateSizes:
     model: ModelConfig
     pools: tuple[CachePool, ...]
     has_draft_input: bool
+
+    @property
+    def reads_target_kv(self) -> bool:
+        """True if the drafter has no KV and reads that of the target."""
+        return not self.pools
 
     @classmethod
     def of_layers(

@@ -63,6 +63,9 @@ def read_raw_config(config: Json) -> RawDraftConfig:
     if word(config, "speculators_model_type", "", PLACE):
         return _of_speculators(config)
     kind = _kind(config)
+    if HEADS[kind].reads_target_kv:
+        reject_unknown_fields(config, kind)
+        return RawDraftConfig(kind, config, False, frozenset())
     nested = object_of(config, FORMATS[kind].nested)
     nested = {name: value for name, value in nested.items() if value is not None}
     family = word(config, "model_type", "", PLACE)

@@ -102,6 +102,9 @@ class DrafterSpec:
         return self.head.aux_streams if self.head else ()
 
     @property
-    def num_draft_ids(self) -> int:
-        """Size of a head's draft vocabulary with a map to target ids; 0 without one."""
-        return self.head.draft_vocab if self.head and self.head.has_draft_vocab else 0
+    def num_map_entries(self) -> int:
+        """Entries of integer arrays of a head: ids of a draft vocabulary, clusters of tokens."""
+        if self.head is None:
+            return 0
+        ids = self.head.draft_vocab if self.head.has_draft_vocab else 0
+        return ids + (self.head.layer.vocab if self.head.clusters else 0)

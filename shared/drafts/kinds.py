@@ -104,6 +104,7 @@ class HeadTraits:
       has_draft_vocab: True if a reduced draft vocabulary is supported.
       samples_from_anchor: True if the newest token's slot predicts the first draft token unless
         config.json states otherwise.
+      reads_target_kv: True if the layers have queries only and read the KV of the target.
     """
 
     title: str
@@ -116,6 +117,7 @@ class HeadTraits:
     token_table: str | None = None
     has_draft_vocab: bool = True
     samples_from_anchor: bool = False
+    reads_target_kv: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +262,33 @@ EAGLE3 = DrafterKind(
         is_independent=True,
     ),
 )
+ASSISTANT = DrafterKind(
+    name="ASSISTANT",
+    aliases=("frozen_kv_mtp",),
+    source=Source.HEAD,
+    form=Form.TREE,
+    files=HeadFormat(
+        architectures=("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        speculators=None,
+        tensors=("pre_projection.weight", "post_projection.weight"),
+        fields=frozenset(
+            {
+                *("architectures", "model_type", "backbone_hidden_size", "text_config"),
+                *("num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings"),
+            }
+        ),
+        fixed={"tie_word_embeddings": True},
+        nested="text_config",
+        layer_type="gemma4_text",
+    ),
+    head=HeadTraits(
+        title="Gemma 4 assistant",
+        embedding=EmbeddingInput.FC,
+        is_independent=True,
+        has_draft_vocab=False,
+        reads_target_kv=True,
+    ),
+)
 _DFLASH_FILES = HeadFormat(
     architectures=("DFlashDraftModel", "Qwen3DFlashDraftModel"),
     speculators="dflash",
@@ -361,7 +390,7 @@ NGRAM = DrafterKind(
 KINDS = {
     kind.name: kind
     for kind in (
-        *(NEXTN, EAGLE, EAGLE3, DFLASH, DSPARK, DFLASH2),
+        *(NEXTN, EAGLE, EAGLE3, ASSISTANT, DFLASH, DSPARK, DFLASH2),
         *(NAIVE_EAGLE, STANDALONE, NGRAM),
     )
 }

@@ -49,10 +49,10 @@ VLM_ARCHITECTURES: dict[str, tuple[ConfigClass, str]] = (
 it, and the `model_type` of a `text_config` without one.
 """
 
-UNSUPPORTED: dict[str, str] = deepseek.UNSUPPORTED | gemma.UNSUPPORTED | llama.UNSUPPORTED
+UNSUPPORTED: dict[str, str] = deepseek.UNSUPPORTED | llama.UNSUPPORTED
 """Unsupported architectures, and a missing feature that they require."""
 
-HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
+HEADS = ("Assistant", "Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
 """Substrings of architecture names that are draft heads, not models."""
 
 

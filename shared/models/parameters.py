@@ -145,7 +145,7 @@ def unread_kv(config: ModelConfig) -> Iterator[str]:
     layer; released checkpoints contain them.
     """
     for index, layer in enumerate(config.layers):
-        if layer.kv_shared_layer_index is not None:
+        if layer.kv_shared_layer_index is not None or layer.reads_target_kv:
             yield from (f"layers.{index}.self_attn.{x}_" for x in "kv")
 
 

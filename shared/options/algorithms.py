@@ -17,9 +17,6 @@ KNOWN_ALGORITHMS = (*ALGORITHMS, *JOINED_ALGORITHMS)
 OFF_NAMES = ("none", "off")
 """Names for no algorithm, the default."""
 
-_OTHER_MTP = "frozen_kv_mtp"
-"""A method of SGLang that is not `NEXTN`; any other `FAMILY_mtp` is vLLM's name for NEXTN."""
-
 
 def _bare(name: str) -> str:
     return "".join(char for char in name.lower() if char.isalnum())
@@ -58,9 +55,8 @@ def algorithm_of(name: str) -> str | None:
 
 
 def _of_family(part: str) -> str:
-    """Returns NEXTN for the name of a family's MTP, such as `deepseek_mtp`; else the name."""
-    bare = _bare(part)
-    return NEXTN.name if bare.endswith("mtp") and bare != _bare(_OTHER_MTP) else part
+    """Returns NEXTN for vLLM's name of a family's MTP, such as `deepseek_mtp`; else the name."""
+    return NEXTN.name if _bare(part).endswith("mtp") else part
 
 
 def _did_you_mean(name: str) -> str:

@@ -48,7 +48,7 @@ DRAFT_MODEL_RULES = (
             and s.head_kind != NEXTN.name
         ),
         reason="--speculative-draft-model-path with --speculative-algorithm NEXTN must be an MTP "
-        "layer in the speculators format, and the draft model is not",
+        "layer in the speculators format or a Gemma 4 assistant, and the draft model is neither",
         hint="give one, or remove the flag to use the checkpoint's own MTP layer",
         example=None,
     ),

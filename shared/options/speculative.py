@@ -28,7 +28,8 @@ class SpeculativeConfig:
 
     speculative_algorithm: str | None = flag(
         None,
-        f"drafting method. NEXTN: the checkpoint's MTP layer. {', '.join(HEADS)}: a draft head. "
+        f"drafting method. NEXTN: the checkpoint's MTP layer, or a Gemma 4 assistant. "
+        f"{', '.join(HEADS)}: a draft head. "
         "STANDALONE: a small draft model. NGRAM: n-grams of prompts, "
         "outputs and corpora. NAIVE_EAGLE: one draft token per step. METHOD+NGRAM: both, merged "
         "into one tree. auto: the checkpoint's MTP layer, else a published head in the hub "
@@ -37,8 +38,8 @@ class SpeculativeConfig:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "folder or hub id of the draft head or draft model; with NEXTN, of an MTP layer in the "
-        "speculators format",
+        "folder or hub id of the draft head or draft model; with NEXTN, of a Gemma 4 assistant, or "
+        "of an MTP layer in the speculators format",
         aliases=("--speculative-draft-model",),
         is_path=True,
     )

@@ -1,12 +1,13 @@
-"""Selection of the drafter with `--speculative-algorithm auto`."""
+"""Selection of the drafter with `--speculative-algorithm auto`, and NEXTN with an assistant."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.drafts.kinds import NEXTN
+from shared.drafts.kinds import ASSISTANT, NEXTN
 from shared.drafts.published import cached_head
+from shared.options.algorithms import WITH_COPIES
 from shared.options.flags import AUTO, ConfigError, raise_fault
 from shared.options.options import Options
 
@@ -15,9 +16,15 @@ _NOTHING = "the checkpoint has no MTP layer, and the hub cache has no published 
 
 
 def with_algorithm(
-    options: Options, has_mtp: Callable[[], bool], algorithm_of: Callable[[str], str]
+    options: Options,
+    has_mtp: Callable[[], bool],
+    algorithm_of: Callable[[str], str],
+    is_assistant: Callable[[str], bool],
 ) -> Options:
     """Replaces `auto` by an algorithm: an MTP layer, else a cached draft head, else none.
+
+    NEXTN, the name of other engines for an assistant, is replaced by ASSISTANT if the draft model
+    is one.
 
     NGRAM is not selected: it gains where output repeats, and otherwise costs up to a third of the
     speed of plain decoding (docs/performance.md).
@@ -27,12 +34,16 @@ def with_algorithm(
       has_mtp: Returns True if the checkpoint contains an MTP layer; reads its files.
       algorithm_of: Returns the algorithm of a draft model by the path of its folder; reads its
         files.
+      is_assistant: Returns True if the draft model at a path is an assistant, by its config.json.
 
     Raises:
       ValueError: A draft model cannot be opened, or other flags require a drafter and there is
         none.
     """
     draft = options.speculative
+    if (path := draft.mtp_path) is not None and is_assistant(path):
+        name = ASSISTANT.name + WITH_COPIES * draft.joins_copies
+        return _with(options, f"the draft model {path} is an assistant", name)
     if draft.speculative_algorithm != AUTO:
         return options
     if (path := draft.speculative_draft_model_path) is not None:

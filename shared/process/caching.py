@@ -15,10 +15,11 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
     if settled.options.engine.disable_radix_cache:
         return NO_CACHE
     sizes = drafts.sizes
+    own = None if sizes is None or sizes.reads_target_kv else sizes  # of a drafter with KV
     policy = CachePolicy(
         is_on=True,
-        key_lookahead=int(sizes is not None and sizes.has_draft_input),
-        may_skip_draft_kv=drafts.on_device,
+        key_lookahead=int(own is not None and own.has_draft_input),
+        may_skip_draft_kv=own is not None,
         draft_reads_kv=drafts.model is not None,
         track_interval=settled.track_interval if memory.blueprint.has_state else 0,
     )

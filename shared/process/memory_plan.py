@@ -294,7 +294,7 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         yield MemoryPlanEntry(line.name, detail, num_bytes)
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
-        yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
+        yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_map_entries)
     if blueprint.capacity.images is not None:
         yield _vision_line(blueprint, blueprint.capacity.images)
 

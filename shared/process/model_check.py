@@ -87,7 +87,10 @@ def check_model(options: Options, opens: Callable[[str], WeightSource]) -> Check
     raise_fault(options.observing.exporter_fault())
     target, folder_of = OpenedTarget(options, opens), cache(DraftFolder)
     options = with_algorithm(
-        options, lambda: target.has_mtp, lambda path: folder_of(path).algorithm
+        options,
+        lambda: target.has_mtp,
+        lambda path: folder_of(path).algorithm,
+        lambda path: folder_of(path).is_assistant,
     )
     checked = _checked_files(options, open_models(options, target, folder_of))
     options = with_parsers(options, target.tokenizer)

@@ -12,12 +12,15 @@ from typing import Protocol
 from shared.drafts.aux_hidden_states import LayerIdMeaning
 from shared.drafts.checkpoint import dummy_head, is_head, kind_of, open_head
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig
+from shared.drafts.config_formats import ARCHITECTURES
 from shared.drafts.dflash_config import stated_nodes
-from shared.drafts.kinds import BLOCK_KINDS, NEXTN, STANDALONE
+from shared.drafts.kinds import ASSISTANT, BLOCK_KINDS, NEXTN, STANDALONE
 from shared.drafts.mtp import with_mtp_of
+from shared.drafts.raw_config import PLACE
 from shared.drafts.tokenizer import tokens_of
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
+from shared.models.config_fields import listed
 from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.families import model_config, stated_encoding
 from shared.models.formats.weight_format import StoredTensor
@@ -130,6 +133,12 @@ class DraftFolder:
         """Algorithm that the tensors are made for."""
         names = self.weights.names
         return kind_of(names) if is_head(names) else STANDALONE.name
+
+    @property
+    def is_assistant(self) -> bool:
+        """True if config.json names the architecture of an assistant."""
+        names = listed(self.folder.config, "architectures", str, PLACE) or []
+        return any(ARCHITECTURES.get(name) == ASSISTANT.name for name in names)
 
 
 class OpenedDraft:

@@ -67,7 +67,7 @@ def page_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         num_bytes = each.num_pages * capacity.page_size * position_bytes
         detail = f"{each.num_pages - 1} pages, {sum(map(len, pools))} layers, and a scratch page"
         yield MemoryPlanEntry(f"KV of window {window}", detail, num_bytes)
-    if drafter is not None:
+    if drafter is not None and not drafter.reads_target_kv:
         layers = sum(map(len, pools_with(drafter.pools, CacheUnit.POSITION)))
         detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
         num_bytes = positions * pool_bytes(drafter.pools, CacheUnit.POSITION, item)

@@ -87,7 +87,7 @@ class ReferenceBackend:
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._tower = tower_weights
-        self._drafter = drafter_of(self._blueprint, weights, draft_weights)
+        self._drafter = drafter_of(self._blueprint, weights, draft_weights, lambda: self.state.kv)
         self._columns = (draft_weights or {}).get("draft_ids")
         if drafts.token_map is not None:
             self._columns = np.array(drafts.token_map)

@@ -1,6 +1,6 @@
 """Drafters of the reference backend, each with its own state of all slots and pages."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -10,16 +10,23 @@ from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.drafts.config import DraftHead
 from shared.drafts.kinds import DFLASH2, DSPARK
 from shared.models.config import ModelConfig
+from shared.reference.head_drafters import HeadDrafter, TargetKVDrafter, chunk_rows
 from shared.reference.rows import Batch, ExtendRows, PenaltyRanking, Trees, put, take
-from shared.spec import attention, cache_pools, dflash, dflash2, dspark, eagle, model, standalone
-from shared.spec.attention import AttentionRows
+from shared.spec import (
+    assistant,
+    cache_pools,
+    dflash,
+    dflash2,
+    dspark,
+    eagle,
+    standalone,
+)
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
-from shared.spec.layers import ImageEmbeds
 from shared.spec.model import Weights
 from shared.spec.recurrent_state import RecurrentState
 from shared.spec.standalone import SmallModel
-from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens
+from shared.spec.tree_growth import DraftRequests, Rank
 
 
 class ReferenceDrafter(Protocol):
@@ -91,135 +98,6 @@ class ReferenceDrafter(Protocol):
         ...
 
 
-def _chunk_rows(
-    batch: Batch, b: int, chunk: ExtendRows, draft_from: Int[np.ndarray, " B"]
-) -> AttentionRows:
-    """Returns the rows of the prompt chunk of row `b`."""
-    return attention.causal_rows(
-        row_starts=np.array([0, len(chunk.tokens)]),
-        first_positions=np.array([chunk.first]),
-        draft_from=draft_from[b : b + 1],
-        page_table=batch.page_table[b : b + 1],
-        tokens=len(chunk.tokens),
-    )
-
-
-class HeadDrafter:
-    """Drafter for NEXTN, EAGLE and EAGLE-3."""
-
-    def __init__(self, drafter: eagle.EagleHeadDrafter, capacity: BackendLimits) -> None:
-        slots, width = capacity.num_slots, capacity.max_width
-        self._drafter, self._width = drafter, width
-        self._kv = cache_pools.new_kv(
-            drafter.layer.attentions[0], drafter.num_layers, capacity.num_pages, capacity.page_size
-        )
-        self._inputs = eagle.DraftInput(  # by slot
-            tokens=np.zeros((slots, width), np.int32),
-            weights=np.zeros((slots, width), np.float32),
-            hidden=np.zeros((slots, drafter.layer.hidden), np.float32),
-        )
-        self._input_logits = np.zeros((slots, capacity.vocab), np.float32)
-
-    @property
-    def kv_pools(self) -> cache_pools.Pools:
-        """Same as `ReferenceDrafter.kv_pools`."""
-        return (self._kv,)
-
-    @property
-    def snapshots(self) -> None:
-        """No recurrent states."""
-
-    def start(self, batch: Batch) -> None:
-        """Same as `ReferenceDrafter.start`."""
-        slots = batch.slots[batch.starts]
-        self._inputs.tokens[slots] = 0
-        self._inputs.weights[slots] = 0
-        self._inputs.hidden[slots] = 0
-
-    def prefill(
-        self,
-        batch: Batch,
-        fed: list[ExtendRows],
-        draft_from: Int[np.ndarray, " B"],
-        rank: Rank,
-    ) -> None:
-        """Same as `ReferenceDrafter.prefill`."""
-        out, logits = [], []
-        for b, chunk in enumerate(fed):
-            rows = replace(
-                _chunk_rows(batch, b, chunk, draft_from), mrope_positions=chunk.seen.turns
-            )
-            reads = self._drafter.reads(chunk.passed)
-            hidden, scores, self._kv = self._drafter.run(
-                rows, chunk.following, chunk.seen.shown, reads, self._kv
-            )
-            out.append(hidden[-1])
-            logits.append(scores[-1])
-        self._carry(batch, np.stack(out), np.stack(logits), np.arange(len(fed)), rank)
-
-    def draft(
-        self,
-        batch: Batch,
-        requests: DraftRequests,
-        shape: TreeShape,
-        rank: PenaltyRanking,
-    ) -> Trees:
-        """Same as `ReferenceDrafter.draft`."""
-        hidden = self._inputs.hidden[batch.slots]
-        if rank.kept is not None:  # the draft input was ranked with the target's noise
-            no_path = np.zeros((len(requests.newest), 1, 0), np.int32)
-            ids, weights = rank(self._input_logits[batch.slots][:, None], no_path)
-            ids, weights = ids[:, 0], weights[:, 0]
-        else:
-            ids, weights = self._inputs.tokens[batch.slots], self._inputs.weights[batch.slots]
-        relay = eagle.DraftInput(tokens=ids, weights=weights, hidden=hidden)
-
-        def run(
-            rows: AttentionRows,
-            tokens: Tokens,
-            shown: ImageEmbeds | None,
-            hidden: model.Hidden,
-            kv: cache_pools.KV,
-        ) -> tuple[model.Hidden, Logits, cache_pools.KV]:
-            return self._drafter.run(batch.turned(rows), tokens, shown, hidden, kv)
-
-        tree, self._kv = eagle.draft(run, self._kv, relay, requests, shape, rank)
-        return Trees.drafted_as(tree)
-
-    def extend(
-        self,
-        batch: Batch,
-        fed: ExtendRows,
-        lengths: Int[np.ndarray, " B"],
-        counts: Int[np.ndarray, " B"],
-        draft_from: Int[np.ndarray, " B"],
-        rank: Rank,
-    ) -> None:
-        """Same as `ReferenceDrafter.extend`."""
-        W = len(fed.tokens) // len(counts)
-        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth=W - 1)
-        rows = batch.turned(rows)
-        reads = self._drafter.reads(fed.passed)
-        out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
-        last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)
-        self._carry(batch, out, logits, last, rank)
-
-    def _carry(
-        self,
-        batch: Batch,
-        hidden: model.Hidden,
-        logits: Logits,
-        last: Int[np.ndarray, " B"],
-        rank: Rank,
-    ) -> None:
-        """Stores the slots' draft inputs from each row's last extended row."""
-        relay = eagle.relay_of(hidden, logits, last, rank)
-        self._input_logits[batch.slots] = logits[last]
-        self._inputs.tokens[batch.slots] = relay.tokens
-        self._inputs.weights[batch.slots] = relay.weights
-        self._inputs.hidden[batch.slots] = relay.hidden
-
-
 CHAINS = {DSPARK.name: dspark.chain, DFLASH2.name: dflash2.chain}
 LISTS = {DSPARK.name: dspark.lists, DFLASH2.name: dflash2.lists}
 """Selections of draft tokens one after the other, by kind; other kinds select all at once."""
@@ -255,7 +133,7 @@ class BlockDrafter:
     ) -> None:
         """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
-            rows = _chunk_rows(batch, b, chunk, draft_from)
+            rows = chunk_rows(batch, b, chunk, draft_from)
             self._kv = self._drafter.extend(rows, self._drafter.reads(chunk.passed), self._kv)
 
     def draft(
@@ -412,9 +290,15 @@ def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, "
 
 
 def drafter_of(
-    blueprint: BackendSpec, weights: Weights, draft_weights: Weights | None
+    blueprint: BackendSpec,
+    weights: Weights,
+    draft_weights: Weights | None,
+    target_kv: Callable[[], cache_pools.Pools],
 ) -> ReferenceDrafter | None:
-    """Returns the drafter with its weights and the target's; None without a drafter."""
+    """Returns the drafter with its weights and the target's; None without a drafter.
+
+    `target_kv` returns the pools of the target.
+    """
     drafts, capacity, config = blueprint.drafts, blueprint.capacity, blueprint.config
     if drafts.model is not None:
         return StandaloneDrafter(
@@ -424,6 +308,9 @@ def drafter_of(
         made = eagle.EagleHeadDrafter.nextn(config, weights) if drafts.with_mtp else None
         return HeadDrafter(made, capacity) if made else None
     head = DraftHead(drafts.head, draft_weights or {})
+    if drafts.head.traits.reads_target_kv:
+        own = assistant.Assistant(head, config, weights)
+        return TargetKVDrafter(own, capacity, target_kv)
     if drafts.block is not None:
         return BlockDrafter(dflash.BlockHeadDrafter(head, weights), capacity)
     return HeadDrafter(eagle.EagleHeadDrafter.of_head(head, weights), capacity)

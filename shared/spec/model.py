@@ -283,15 +283,7 @@ def token_mixer(
     layer: int,
     sinks: Float[np.ndarray, " heads"] | None = None,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
-    """Applies `shared.spec.attention_layer.attention_layer` to one layer.
-
-    Args:
-      attention, norms: Config of the layer's attention, and its QK norms.
-      qkv: The layer's projection.
-      rows: Positions and visibility of the rows.
-      kv, layer: Pools, and the layer's index in them.
-      sinks: Attention sinks; None without.
-    """
+    """Applies `shared.spec.attention_layer.attention_layer` to one layer; see `attention_mixer`."""
     heads = Heads.of(attention)
     if norms is not None and attention.norms_all_heads:
         qkv, norms = full_width_qk_norm(qkv, heads, norms), None

@@ -24,6 +24,7 @@ from tests.support.cacheless import CachelessOracle
 from tests.support.drafter_cases import controller_of, programs_of
 from tests.support.equality import assert_few_excused
 from tests.support.run_engine import Outcome, checked_step
+from tests.support.tiny_assistants import assistant_of_layers
 from tests.support.tiny_heads import tiny_head
 from tests.support.two_groups import WINDOW, two_groups
 
@@ -31,7 +32,10 @@ BATCH, PAGE_SIZE, PAGES, CHUNK, OVERLAP = 3, 4, 80, 64, 1
 CHAIN = TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
 PLAIN = TreeShape.plain(BATCH)
-DRAFTERS = [("none", PLAIN), ("EAGLE3", CHAIN), ("EAGLE3", TREE), ("NGRAM", CHAIN)]
+DRAFTERS = [
+    *(("none", PLAIN), ("EAGLE3", CHAIN), ("EAGLE3", TREE), ("NGRAM", CHAIN)),
+    *(("ASSISTANT", CHAIN), ("ASSISTANT", TREE)),
+]
 CASES = [
     pytest.param(
         framework,
@@ -42,7 +46,7 @@ CASES = [
     for framework in FRAMEWORKS
     for case, default in zip(
         DRAFTERS,
-        ((), (), ("torch",), ("reference",)),
+        ((), (), ("torch",), ("reference",), (), ("torch",)),
         strict=True,
     )
 ]
@@ -57,6 +61,8 @@ WINDOW_PAGES = 1 + max_slot_pages(WINDOW, PAGE_SIZE, CHUNK)
 
 @lru_cache
 def drafter_of(name: str) -> Drafter:
+    if name == "ASSISTANT":
+        return assistant_of_layers(*two_groups(), 5)
     return tiny_head(*two_groups(), name, 5) if name == "EAGLE3" else "none"
 
 
@@ -107,14 +113,14 @@ def requests() -> list[Request]:
     return made
 
 
-def serve(engine: Engine, bound: int | None = None) -> list[list[int]]:
-    """Outputs of the requests, which arrive while others run; then again, on cached prefixes.
+def serve(engine: Engine, bound: int | None = None) -> list[Outcome]:
+    """Outcomes of the requests, which arrive while others run; then again, on cached prefixes.
 
     Args:
       engine: The engine.
       bound: Pages that a slot may have in the window pool after its prefill; None for no check.
     """
-    outputs: list[list[int]] = []
+    served: list[Outcome] = []
     for _ in range(2):
         waiting = requests()[::-1]
         outcomes, step = [Outcome() for _ in waiting], 0
@@ -127,8 +133,8 @@ def serve(engine: Engine, bound: int | None = None) -> list[list[int]]:
             for each in engine.scheduler.running if bound else ():
                 if each.slot and each.length > len(each.context):
                     assert engine.allocator.windows[0].num_held(each.slot) <= bound
-        outputs += [outcome.tokens for outcome in outcomes]
-    return outputs
+        served += outcomes
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +184,14 @@ def test_freed_pages_leave_output_unchanged(framework, drafter, shape, backends)
     ]
     growth = 1 + (OVERLAP + 1) * (shape.depth + 1) + shape.scratch
     bound = max_slot_pages(WINDOW, PAGE_SIZE, growth)
-    expected, *outputs = (
-        serve(engine, bound if engine.allocator.windows else None) for engine in engines
-    )
+    served = [serve(engine, bound if engine.allocator.windows else None) for engine in engines]
+    expected, *outputs = ([outcome.tokens for outcome in outcomes] for outcomes in served)
     for each in outputs:
         assert each == expected
+    # Drafts read the same KV: an assistant reads the windows of the target.
+    accepted, of_freed = ([each.accepted for each in outcomes] for outcomes in served[:2])
+    assert accepted == of_freed
+    assert drafter != "ASSISTANT" or sum(map(sum, accepted)) > len(accepted)
     oracle, asked = CachelessOracle(*two_groups()), requests() * 2
     for each, output in zip(asked, expected, strict=True):
         oracle.check(each.prompt, output, each.sampling)

@@ -100,6 +100,8 @@ LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
 """Families that differ in undivided parts only: sliding windows and RoPE."""
 EXPERTS = ("glm4_moe", "gpt_oss", "qwen3_moe", *LATENT, DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
+OF_HYBRID = [each for each in DRAFTERS if not each.startswith("ASSISTANT")]
+"""Drafters that a hybrid can have."""
 ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
 """Drafters of other tests:
 
@@ -128,12 +130,18 @@ def serve_on(
 
 
 @pytest.mark.parametrize(
-    ("framework", "drafter"), every(DRAFTERS, {*DRAFTERS} - COPYING - ELSEWHERE, ())
+    ("framework", "drafter"), every(OF_HYBRID, {*OF_HYBRID} - COPYING - ELSEWHERE, ())
 )
 def test_tp_every_drafter_bitwise_equal(drafter, framework, backends):
     begun = TALLY.preemptions
     serve_on(backends, framework, HYBRID, drafter, "exact", TRAFFIC)
     assert TALLY.preemptions > begun or drafter != "none", "pages were never short"
+
+
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
+def test_tp_assistant_bitwise_equal(rule, backends):
+    """Heads, `fc`, the LM head and its clusters are sharded, with K = V in one KV head."""
+    serve_on(backends, TWO, "gemma4", "ASSISTANT", rule, FEW)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +226,7 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("gpt_oss", "EAGLE3"),
         ("gemma2", "EAGLE"),
         ("gemma3", "EAGLE3"),
+        ("gemma4", "ASSISTANT"),
     ],
 )
 def test_tp_jax_devices_decode_bitwise_equal(family, drafter):

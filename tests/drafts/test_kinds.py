@@ -15,6 +15,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.kinds import FORMATS, HEADS, KINDS, Source
 from shared.models.sentence_list import sentence_list
 from shared.options.algorithms import algorithm_of
+from tests.support.tiny_assistants import tiny_assistant_config
 from tests.support.tiny_heads import (
     tiny_block_config,
     tiny_head_config,
@@ -25,19 +26,25 @@ from tests.support.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("shared", "jax_impl", "torch_impl", "tandem")
-TARGET = tiny_model("llama", 0)[0]
+TARGET, GEMMA4 = tiny_model("llama", 0)[0], tiny_model("gemma4", 0)[0]
 CONFIGS = {
     "EAGLE": tiny_head_config(TARGET, "EAGLE"),
     "EAGLE3": tiny_head_config(TARGET, "EAGLE3"),
     "DFLASH": tiny_block_config(TARGET),
     "DSPARK": tiny_spark_config(TARGET),
     "DFLASH2": tiny_pair_config(TARGET),
+    "ASSISTANT": tiny_assistant_config(GEMMA4),
 }
+
+
+def config_of(name: str) -> DraftConfig:
+    target = GEMMA4 if HEADS[name].reads_target_kv else TARGET
+    return DraftConfig.from_dict(CONFIGS[name], target)
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_kind_is_found_by_own_tensors(name):
-    parameters = head_parameters(DraftConfig.from_dict(CONFIGS[name], TARGET), None)
+    parameters = head_parameters(config_of(name), None)
     assert kind_of({source.name for each in parameters for source in each.sources}) == name
 
 
@@ -52,7 +59,7 @@ def test_fields_of_config_are_fields_of_kind(name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_parts_of_kind_have_tensors(name):
-    config = DraftConfig.from_dict(CONFIGS[name], TARGET)
+    config = config_of(name)
     parts = config.block.parts if config.block else ()
     assert bool(parts) == (HEADS[name].read_parts is not None) == bool(HEADS[name].parts)
     assert HEADS[name].parts.keys() <= FORMATS[name].fields

@@ -16,6 +16,7 @@ SPELLINGS = {
     "DFLASH": ["dflash", "DFlash"],
     "DFLASH2": ["dflash2"],
     "DSPARK": ["dspark"],
+    "ASSISTANT": ["assistant", "frozen_kv_mtp", "FROZEN-KV-MTP"],
     "NEXTN+NGRAM": ["nextn+ngram", "mtp+ngram"],
     "EAGLE3+NGRAM": ["eagle3+n-gram"],
 }
@@ -25,7 +26,6 @@ UNKNOWN = {
     "dflsh": "did you mean DFLASH",
     "mpt": "did you mean NEXTN",
     "nextn+ngrm": r"did you mean NEXTN\+NGRAM",
-    "frozen_kv_mtp": "must be one of NEXTN",
     "medusa": "must be one of NEXTN",
     "ngram+nextn": "must be one of NEXTN",
 }

@@ -6,14 +6,16 @@ field. The runs use the real startup code and the engine, on the reference backe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from docs.make import compatibility
 from shared.boundary.backend import Backend
-from shared.drafts.kinds import BLOCK_KINDS, HEADS, KINDS, NGRAM, STANDALONE
+from shared.drafts.kinds import ASSISTANT, BLOCK_KINDS, HEADS, KINDS, NGRAM, STANDALONE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
@@ -32,6 +34,7 @@ from shared.process.start import prepare
 from tests.support import serve_reference
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.run_engine import Outcome, drive
+from tests.support.tiny_assistants import write_tiny_assistant
 from tests.support.tiny_heads import (
     BLOCK_SIZE,
     write_tiny_block,
@@ -59,7 +62,8 @@ class DraftFolders:
 
     def start(self, drafter: str, flags: tuple[str, ...]) -> list[str]:
         """Returns the command line of a drafter's minimal start with more flags."""
-        line = ["--model-path", str(self.folder / "model"), "--max-running-requests", "3"]
+        model = "gemma4" if drafter.removesuffix(WITH_COPIES) == ASSISTANT.name else "model"
+        line = ["--model-path", str(self.folder / model), "--max-running-requests", "3"]
         line += ["--context-length", "128", "--chunked-prefill-size", "64"]
         if drafter != "none":
             line += ["--speculative-algorithm", drafter]
@@ -116,7 +120,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> DraftFolders:
     write_tiny_spark(folder / "DSPARK", target, weights, 1)
     write_tiny_pair(folder / "DFLASH2", target, 1)
     write_tiny(folder / STANDALONE.name, FAMILY, 2, with_mtp=False)
-    for name in ("model", STANDALONE.name):
+    write_tiny(folder / "gemma4", "gemma4", 0)
+    write_tiny_assistant(folder / ASSISTANT.name, *tiny_model("gemma4", 0), 1)
+    for name in ("model", "gemma4", STANDALONE.name):
         save_tokenizer(folder / name)
     return DraftFolders(folder)
 
@@ -169,21 +175,25 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def plain(folders: DraftFolders) -> dict[int, Outcome]:
-    return folders.serve(folders.start("none", ()))
+def plain_outputs(folders: DraftFolders) -> Callable[[str], dict[int, Outcome]]:
+    """Returns the outcomes of plain decoding by the path of a model."""
+    return cache(lambda model: folders.serve(folders.start("none", ("--model-path", model))))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", [*ALGORITHMS, *MERGED])
 def test_allowed_combinations_serve_expected_tokens(
-    drafter: str, setting: str, folders: DraftFolders, plain: dict[int, Outcome]
+    drafter: str,
+    setting: str,
+    folders: DraftFolders,
+    plain_outputs: Callable[[str], dict[int, Outcome]],
 ) -> None:
     line = folders.start(drafter, SETTINGS[setting])
     if blocked(drafter, line):
         with pytest.raises(ConfigError):
             folders.serve(line)
         return
-    served = folders.serve(line)
+    served, plain = folders.serve(line), plain_outputs(line[1 + line.index("--model-path")])
     # Rejection sampling may change sampled tokens, but not greedy or undrafted ones.
     is_text_kept = setting in ("chain", "tree", "adaptive", "grammar") or drafter == NGRAM.name
     same = plain.keys() if is_text_kept else (0, 2)

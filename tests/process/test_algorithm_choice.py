@@ -14,7 +14,8 @@ from shared.models.hub import Repository
 from shared.options.command_line import parse
 from shared.options.options import Options
 from shared.process.model_check import check_model
-from tests.support.tiny_models import write_tiny
+from tests.support.tiny_assistants import write_tiny_assistant
+from tests.support.tiny_models import tiny_model, write_tiny
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 AUTO = "--speculative-algorithm=auto"
@@ -100,3 +101,39 @@ def test_published_heads_have_valid_hub_ids():
     for target, heads in HEADS.items():
         for repo_id in (target, *heads):
             assert Repository(repo_id, "main").repo_id == repo_id
+
+
+@pytest.fixture(scope="module")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a Gemma 4 and of its assistant."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    write_tiny(folder / "model", "gemma4", 0)
+    write_tiny_assistant(folder / "draft", *tiny_model("gemma4", 0), 1)
+    return folder
+
+
+def with_assistant(algorithm: str, model: Path, draft: Path) -> Options:
+    paths = f"--model-path={model}", f"--speculative-draft-model-path={draft}"
+    return checked(f"--speculative-algorithm={algorithm}", *paths)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("NEXTN", "ASSISTANT"),
+        ("gemma4_mtp", "ASSISTANT"),
+        ("NEXTN+NGRAM", "ASSISTANT+NGRAM"),
+        ("auto", "ASSISTANT"),
+        ("ASSISTANT", "ASSISTANT"),
+    ],
+)
+def test_algorithm_of_assistant_folder(given: str, name: str, gemma4: Path):
+    options = with_assistant(given, gemma4 / "model", gemma4 / "draft")
+    assert options.speculative.speculative_algorithm == name
+    reasons = [reason for reason in options.reasons if name in reason]
+    assert bool(reasons) == (given != name)
+
+
+def test_assistant_of_other_target_raises(gemma4: Path):
+    with pytest.raises(ValueError, match=r"backbone_hidden_size \(48\) is not the target's"):
+        with_assistant("NEXTN", DEMO / "target", gemma4 / "draft")

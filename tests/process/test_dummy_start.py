@@ -9,6 +9,7 @@ import pytest
 from shared.process import launch
 from tests.support import serve_reference
 from tests.support.texts import texts
+from tests.support.tiny_assistants import tiny_assistant_config
 from tests.support.tiny_heads import (
     tiny_block_config,
     tiny_head_config,
@@ -34,6 +35,8 @@ def folders(tmp_path_factory) -> Path:
         "DFLASH": tiny_block_config(target),
         "DSPARK": tiny_spark_config(target, markov_head_type="rnn"),
         "DFLASH2": tiny_pair_config(target),
+        "gemma4": tiny_config("gemma4", nested=False, with_mtp=False, tied=False),
+        "ASSISTANT": tiny_assistant_config(tiny_model("gemma4", 0)[0]),
     }
     for name, config in given.items():
         (folder / name).mkdir()
@@ -75,6 +78,12 @@ DRAFTERS = (
 )
 def test_dummy_weights_backends_match_reference(backend, drafter, folders, plain):
     assert texts(backend, line_of(folders, drafter)) == plain
+
+
+def test_dummy_assistant_torch_matches_reference(folders):
+    line = line_of(folders, "ASSISTANT", "gemma4")
+    expected = texts("reference", line_of(folders, "none", "gemma4"))
+    assert texts("torch", line) == texts("reference", line) == expected
 
 
 def test_fp8_dummy_weights_torch_matches_reference(folders, plain):

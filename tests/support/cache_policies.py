@@ -11,7 +11,7 @@ def policy_of(drafter: str, *, is_hybrid: bool) -> CachePolicy:
     return CachePolicy(
         is_on=True,
         key_lookahead=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),
-        may_skip_draft_kv=drafter not in ("none", "NGRAM"),
+        may_skip_draft_kv=drafter not in ("none", "NGRAM", "ASSISTANT"),
         draft_reads_kv=drafter == "STANDALONE",
         track_interval=CHUNK if is_hybrid else 0,
     )

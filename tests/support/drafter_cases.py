@@ -14,6 +14,7 @@ from shared.engine.ngram_controllers.controller import NgramController
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
+from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_heads import (
     cyclic,
     tiny_block_head,
@@ -44,12 +45,14 @@ CASES = [
     ("qwen3_5", "DFLASH", BLOCK_TREE),
     ("llama", "DSPARK", BLOCK_TREE),
     ("llama", "DFLASH2", BLOCK_TREE),
+    ("gemma4", "ASSISTANT", CHAIN),
+    ("gemma4", "ASSISTANT", TREE),
 ]
 
 
 @lru_cache
 def model_of(family: str, drafter: str):
-    config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5}[family])
+    config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5, "gemma4": 7}[family])
     return config, cyclic(config, weights) if drafter in BLOCK_KINDS else weights
 
 
@@ -68,6 +71,8 @@ def drafter_of(family: str, drafter: str) -> Drafter:
             return tiny_spark_head(*target, 4)
         case "DFLASH2":
             return tiny_pair_head(target[0], 4)
+        case "ASSISTANT":
+            return tiny_assistant(target[0], target[1], 4)
     return "none"
 
 

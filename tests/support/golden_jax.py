@@ -97,6 +97,11 @@ class JaxModel:
         )
         self._length += count
 
+    @property
+    def pools(self) -> attention.Pools:
+        """KV pools after the passes so far."""
+        return self._kv
+
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return np.asarray(self._state.recurrent[layer, 0]), np.asarray(self._state.window[layer, 0])
 

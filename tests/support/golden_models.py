@@ -227,6 +227,11 @@ class SpecModel:
         )
         self._length += len(path)
 
+    @property
+    def pools(self) -> cache_pools.Pools:
+        """KV pools after the passes so far."""
+        return self._kv
+
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return self._state.recurrent[layer, 0], self._state.window[layer, 0]
 

@@ -123,6 +123,16 @@ class TorchModel:
             self._mixer.commit(self._no_snapshot, path, counts, ints([0]), ints([0]))
         self._length += path.shape[1]
 
+    @property
+    def target(self) -> model.Model:
+        """The model, as a target of drafters."""
+        return self._model
+
+    @property
+    def pools(self) -> attention.Pools:
+        """KV pools after the passes so far."""
+        return self._kv
+
     def delta_state(self, layer: int) -> tuple[Array, Array]:
         return self._state.recurrent[layer, 0].numpy(), self._state.window[layer, 0].numpy()
 

@@ -46,6 +46,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "DFLASH": ("llama", "DFLASH", CHAIN),
     "DSPARK": ("llama", "DSPARK", CHAIN),
     "DFLASH2": ("llama", "DFLASH2", CHAIN),
+    "ASSISTANT": ("gemma4", "ASSISTANT", TREE),
     "NGRAM": (HYBRID, "NGRAM", LONG),
     "NEXTN+NGRAM": (HYBRID, "NEXTN+NGRAM", TREE),
     "EAGLE+NGRAM": ("llama", "EAGLE+NGRAM", TREE),
@@ -54,6 +55,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "DFLASH+NGRAM": ("llama", "DFLASH+NGRAM", CHAIN),
     "DSPARK+NGRAM": ("llama", "DSPARK+NGRAM", CHAIN),
     "DFLASH2+NGRAM": ("llama", "DFLASH2+NGRAM", CHAIN),
+    "ASSISTANT+NGRAM": ("gemma4", "ASSISTANT+NGRAM", CHAIN),
 }
 """The model's family, its drafter and the shape, by `--speculative-algorithm`."""
 

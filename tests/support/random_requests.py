@@ -43,9 +43,9 @@ HYBRID = "qwen3_5"
 FAMILIES = (HYBRID, "llama")
 DRAFTERS = (
     *("NEXTN", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "EAGLE", "none"),
-    *("DSPARK", "DFLASH2"),
+    *("DSPARK", "DFLASH2", "ASSISTANT"),
     *("NEXTN+NGRAM", "EAGLE3+NGRAM", "STANDALONE+NGRAM", "DFLASH+NGRAM"),
-    *("DSPARK+NGRAM", "DFLASH2+NGRAM"),
+    *("DSPARK+NGRAM", "DFLASH2+NGRAM", "ASSISTANT+NGRAM"),
 )
 WITH_COPIES = "+NGRAM"
 COPIES = 4
@@ -185,6 +185,8 @@ def servers(
     drafter = draw(st.sampled_from(drafters))
     if drafter.startswith("NEXTN"):
         families = tuple(name for name in families if name in WITH_MTP)
+    if drafter.startswith("ASSISTANT"):
+        families = ("gemma4",)
     rule = "exact" if drafter.endswith(WITH_COPIES) else draw(st.sampled_from(rules))
     return Server(
         framework=framework,

@@ -45,6 +45,7 @@ from tests.support.random_requests import (
 )
 from tests.support.ranks import MAKERS
 from tests.support.run_engine import Outcome, checked_step
+from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_models import DELTA, HYBRIDS, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
@@ -123,6 +124,7 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
         "DSPARK": lambda: heads_of.tiny_spark_head(*target, 4),
         "DFLASH2": lambda: heads_of.tiny_pair_head(target[0], 4),
         "NEXTN": lambda: "NEXTN",
+        "ASSISTANT": lambda: tiny_assistant(target[0], target[1], 4),
     }
     return made[drafter]() if drafter in made else "none"
 
@@ -235,9 +237,8 @@ class InTurns(StaticController):
     """A controller that takes another shape for every step."""
 
     def __init__(self, capacity: BackendLimits, shapes: list[TreeShape]) -> None:
-        first = shapes[0]
+        first, self._taken, self._rng = shapes[0], shapes, random.Random(len(shapes))
         super().__init__(capacity, nodes=first.nodes, depth=first.depth, width=first.width)
-        self._taken, self._rng = shapes, random.Random(len(shapes))
 
     def shape_for(self, num_rows: int) -> TreeShape:
         return self._rng.choice(self._taken)
@@ -279,8 +280,7 @@ def controller_of(server: Server, capacity: BackendLimits) -> Controller:
 
 def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
     """An index that holds little, so that it forgets as well."""
-    config = _remembering(server)
-    is_chain = server.rule != "exact"
+    config, is_chain = _remembering(server), server.rule != "exact"
     return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
 
 

@@ -100,14 +100,14 @@ def drawn_head(
 ) -> DraftHead:
     """A head of these settings; see `tiny_head`."""
     rng = np.random.default_rng(seed)
-    weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
+    weights = {p.name: random_parameter(p, rng) for p in head_parameters(config, None)}
     if config.has_draft_vocab:
         ids = rng.choice(target.vocab, config.draft_vocab, replace=False)
         weights["draft_ids"] = np.sort(ids).astype(np.int32)
     if config.own_lm_head:
         embed = weights.get("embed", target_weights["embed"])
-        follows = _cycle(target_weights)[weights.get("draft_ids", slice(None))]
-        weights["lm_head"] = np.float32(HEAD_SCALE) * _unit(embed)[follows]
+        follows = followers(target_weights)[weights.get("draft_ids", slice(None))]
+        weights["lm_head"] = np.float32(HEAD_SCALE) * unit_rows(embed)[follows]
     if config.kind == "EAGLE":
         weights["fc"][:, : target.hidden] = np.eye(target.hidden) / EMBEDDING_SCALE
         weights["fc"][:, target.hidden :] *= 2
@@ -118,14 +118,14 @@ def drawn_head(
 
 def cyclic(config: ModelConfig, weights: Weights) -> Weights:
     """An untied tiny model with a mask as last token and embeddings related by `_turn`."""
-    follows, token, order = _cycle(weights), 0, []
+    follows, token, order = followers(weights), 0, []
     after = np.argsort(follows)  # the token that is likely after each
     for _ in range(config.vocab):
         order.append(token)
         token = int(after[token])
     embed = np.empty_like(weights["embed"])
     embed[order] = _orbit(config.vocab, config.hidden)
-    unit = _unit(embed)
+    unit = unit_rows(embed)
     embed[config.vocab - 1] = 0
     return {**weights, "embed": embed, "lm_head": np.float32(HEAD_SCALE) * unit[follows]}
 
@@ -187,7 +187,7 @@ def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
     """A DFlash or DFlash2 head of these settings; see `tiny_block_head`."""
     target = config.layer
     rng = np.random.default_rng(seed)
-    weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
+    weights = {p.name: random_parameter(p, rng) for p in head_parameters(config, None)}
     for name in ("layer.attention.out", "layer.mlp.down"):
         weights[name] *= np.float32(BLOCK_NOISE / NOISE)
     turn, passed_on = _turn(target.vocab, target.hidden), np.eye(target.hidden, dtype=np.float32)
@@ -261,9 +261,9 @@ def drawn_spark(config: DraftConfig, target_weights: Weights, seed: int) -> Draf
     assert config.block is not None
     rng, markov = np.random.default_rng(seed), config.part(MarkovConfig)
     assert markov is not None
-    weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
+    weights = {p.name: random_parameter(p, rng) for p in head_parameters(config, None)}
     weights["final_norm"] *= np.float32(SPARK_NOISE)
-    weights["markov.embed"] = _unit(target_weights["embed"])
+    weights["markov.embed"] = unit_rows(target_weights["embed"])
     weights["markov.lm_head"] = np.float32(SPARK_SCALE) * target_weights["lm_head"]
     if markov.kind == GATED:
         weights["markov.mix_bias"] += np.float32(2)
@@ -348,7 +348,7 @@ def _write(folder: Path, config: dict[str, Any], head: DraftHead) -> None:
     save_file(tensors, folder / SINGLE_FILE)
 
 
-def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
+def random_parameter(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     """Normal weights with deviation 1 / sqrt(fan-in) times `NOISE`, norms around 1."""
     name, noise = parameter.name, rng.standard_normal(parameter.shape)
     if name == "embed":
@@ -362,13 +362,13 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     return drawn.astype(np.float32)
 
 
-def _unit(embed: np.ndarray) -> np.ndarray:
+def unit_rows(embed: np.ndarray) -> np.ndarray:
     return embed / np.maximum(np.linalg.norm(embed, axis=1, keepdims=True), np.float32(1e-9))
 
 
-def _cycle(target_weights: Weights) -> np.ndarray:
+def followers(target_weights: Weights) -> np.ndarray:
     """For each token, the token of the embedding that its row of the target's `lm_head` scores."""
-    return np.argmax(target_weights["lm_head"] @ _unit(target_weights["embed"]).T, axis=1)
+    return np.argmax(target_weights["lm_head"] @ unit_rows(target_weights["embed"]).T, axis=1)
 
 
 def _look_at_itself(layer: ModelConfig, weights: Weights) -> None:

@@ -9,6 +9,7 @@ from shared.drafts.config import DraftHead
 from shared.spec.draft_tree import TreeShape
 from shared.spec.standalone import SmallModel
 from tests.support.cells import BATCH, Cell, model_of
+from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import DENSE, EXPERTS
 from tests.support.tiny_small import same_model, small_model
@@ -59,4 +60,6 @@ def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
         return same_model(*model_of(family))
     if drafter == "STANDALONE":
         return small_model(*model_of(family), SMALL_OF[family], seed=4)
+    if drafter == "ASSISTANT":
+        return tiny_assistant(*model_of(family), seed=4)
     return tiny_head(*model_of(family), drafter, seed=4)

@@ -14,7 +14,7 @@ from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftInput, DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
-from torch_impl.ops.attention.attention import AttentionRows
+from torch_impl.ops.attention.attention import AttentionRows, WindowPageTables
 from torch_impl.ops.gemm.layers import ImageEmbeds
 from torch_impl.ops.sampling import candidate_lists, lm_head, sampling, vocab_parallel
 from torch_impl.ops.sampling.lm_head import Projection
@@ -33,6 +33,7 @@ class DraftRequests:
       slots: Slot of each request.
       deltas: M-RoPE position delta of each request; None for a text-only model.
       relay: Draft input of each request; None for a drafter without one.
+      window_page_tables: See `AttentionRows`; read by a drafter that reads the target's KV.
     """
 
     slots: Int[Tensor, " B"]
@@ -43,6 +44,7 @@ class DraftRequests:
     draft_from: Int[Tensor, " B"]
     max_drafts: Int[Tensor, " B"]
     page_table: Int[Tensor, "B P"]
+    window_page_tables: WindowPageTables
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class DraftRequests:
             draft_from=memory.draft_from[slots],
             max_drafts=plan.sampling.max_drafts,
             page_table=plan.page_table,
+            window_page_tables=plan.window_page_tables,
         )
 
     @property

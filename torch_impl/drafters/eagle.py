@@ -17,6 +17,7 @@ from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftInput, DraftState, Plan
 from torch_impl.drafters import DraftRequests, DraftTrees, ExtendRows, PrefillChunks, Ranking
 from torch_impl.drafters.heads import Head, Tokens
+from torch_impl.layers import Hidden
 from torch_impl.ops.attention.attention import KV, AttentionRows, with_mrope
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import RankedCandidates
@@ -103,14 +104,17 @@ class FirstLevel:
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
-def first_of(head: Head, relay: DraftInput, shape: TreeShape, rank: Ranking) -> FirstLevel:
-    """Returns the relay's candidates; for rejection sampling the draft is sampled again.
+def first_of(
+    projected: Callable[[Hidden], Projection], relay: DraftInput, shape: TreeShape, rank: Ranking
+) -> FirstLevel:
+    """Returns the relay's candidates; for rejection sampling the draft is sampled again, from the
+    projection of the relay's hidden state.
 
     A slot does not store the draft distribution.
     """
     if not rank.is_sampled:
         return FirstLevel(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    return FirstLevel.of(rank.roots(head.projected(relay.hidden)))
+    return FirstLevel.of(rank.roots(projected(relay.hidden)))
 
 
 def draft(
@@ -132,7 +136,7 @@ def draft(
         return head.projected(hidden)
 
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
-    first = first_of(head, relay, shape, rank)
+    first = first_of(head.projected, relay, shape, rank)
     return grow(expand, first, requests, shape, rank, root_rows=0)
 
 

@@ -78,8 +78,3 @@ VLM_ARCHITECTURES = {
         "gemma4_unified_text",
     ),
 }
-
-UNSUPPORTED = {
-    "Gemma4AssistantForCausalLM": "the KV of a target model",
-    "Gemma4UnifiedAssistantForCausalLM": "the KV of a target model",
-}
