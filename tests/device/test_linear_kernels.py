@@ -11,7 +11,7 @@ import torch
 
 from kernels.pallas_gpu.gemm import linear_sm90
 from kernels.tiles import LinearTiles
-from shared.models.activation import GELU_TANH, RELU2, SILU_AND_MUL, Activation
+from shared.models.activation import GELU_TANH, RELU2, SCALED_SILU, SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
@@ -164,9 +164,10 @@ def test_linear_bias_and_scale_match_spec(shaped: tuple[str, bool], language: st
     (got,) = multiply(language, x, weight.values, first=N // 2, **given)
     np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
     how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
-    (got,) = multiply(language, x, gates.values, activation=Activation(GELU_TANH), **how)
-    want = spec.act_and_mul_linear(NormedStream(x), EPS, gates, Activation(GELU_TANH))
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    for activation in (Activation(GELU_TANH), Activation(SCALED_SILU, alpha=0.3, factor=0.7)):
+        (got,) = multiply(language, x, gates.values, activation=activation, **how)
+        want = spec.act_and_mul_linear(NormedStream(x), EPS, gates, activation)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     (got,) = multiply(
         language, x, weight.values, squares=squares, activation=Activation(RELU2), **given
     )

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from shared.models.activation import GELU_TANH, SWIGLU_OAI
+from shared.models.activation import GELU_TANH, SCALED_SILU, SWIGLU_OAI
 
 _LOG2_E = 1.4426950408889634
 
@@ -17,7 +17,10 @@ def act_and_mul(gate, up, activation):
         up = jnp.where(up > limit, limit, up)
         up = jnp.where(up < -limit, -limit, up) + 1.0
         inner = gate * activation.alpha
-    return gate / (1.0 + jnp.exp2(-inner * _LOG2_E)) * up
+    if activation.kind == SCALED_SILU:
+        inner = gate = gate * activation.alpha
+    out = gate / (1.0 + jnp.exp2(-inner * _LOG2_E)) * up
+    return out * activation.factor if activation.kind == SCALED_SILU else out
 
 
 def relu_squared(x):

@@ -30,7 +30,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     key_of,
     score_of,
 )
-from shared.models.activation import GELU_TANH
+from shared.models.activation import GELU_TANH, SCALED_SILU
 
 WIDE = 64
 """Rows that a warpgroup multiplies at once: the wide side of a WGMMA."""
@@ -252,11 +252,14 @@ class EpilogueOutputs:
             return product_of(positive, positive)
         if not self._work.is_gated:
             return gate if self._work.factor == 1 else times(gate, self._work.factor)
-        inner = gate
-        if self._work.activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
+        activation, inner = self._work.activation, gate
+        if activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
             cube = times(product_of(product_of(gate, gate), gate), 0.044715)
             inner = times(sum_of(gate, cube), 1.5957691216057308)
-        return divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]
+        if activation.kind == SCALED_SILU:
+            inner = gate = times(gate, activation.alpha)
+        out = divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]
+        return times(out, activation.factor) if activation.kind == SCALED_SILU else out
 
     def _bias(self, number, at):
         """Loads the bias of the columns of a part, of the gate or of the up projection."""

@@ -20,7 +20,13 @@ def act_and_mul(gate, up, activation: tl.constexpr):
         up = tl.where(up > limit, limit, up)
         up = tl.where(up < -limit, -limit, up) + 1.0
         inner = gate * alpha
-    return gate / (1.0 + tl.exp2(-inner * _LOG2_E)) * up
+    if kind == "scaled_silu":
+        gate = gate * alpha
+        inner = gate
+    out = gate / (1.0 + tl.exp2(-inner * _LOG2_E)) * up
+    if kind == "scaled_silu":
+        out = out * activation.factor
+    return out
 
 
 @triton.jit

@@ -290,7 +290,12 @@ def _store(
         inner = gate
         if activation.kind == "gelu_tanh":  # as in `activation.act_and_mul`
             inner = (gate + gate * gate * gate * 0.044715) * 1.5957691216057308
+        if activation.kind == "scaled_silu":
+            gate = gate * activation.alpha
+            inner = gate
         acc = gate / (1.0 + gl.exp2(-inner * _LOG2_E)) * up
+        if activation.kind == "scaled_silu":
+            acc = acc * activation.factor
     elif activation.kind == "relu2":
         acc = gl.where(acc < 0.0, 0.0, acc)
         acc = acc * acc
