@@ -22,6 +22,7 @@ class RoutingSettings:
       is_renormalised: Whether the weights of the selected experts are divided by their sum.
         Otherwise softmax weights are relative to all experts.
       factor: Factor of the weights of routed experts.
+      output_factor: Multiplier of the sum of a row's slots.
       is_shared: Whether each row also has the shared expert, which follows the routed experts.
       is_gated: Whether the shared expert's weight is the sigmoid of a logit, which follows the
         routed experts' logits. Otherwise the weight is 1.
@@ -34,6 +35,7 @@ class RoutingSettings:
     is_sigmoid: bool
     is_renormalised: bool
     factor: float
+    output_factor: float
     is_shared: bool
     is_gated: bool
 
@@ -71,7 +73,7 @@ class RoutingSettings:
 
 
 def routing_of(config: MoEConfig) -> RoutingSettings:
-    """Returns the routing settings of an MoE layer.
+    """Returns the routing settings of an MoE layer; latents are multiplied after their projection.
 
     A shared expert counts only if its weights are stored in the stacks of the routed experts.
     """
@@ -83,6 +85,7 @@ def routing_of(config: MoEConfig) -> RoutingSettings:
         is_sigmoid=config.scores == "sigmoid",
         is_renormalised=config.is_renormalised,
         factor=config.routed_factor,
+        output_factor=1.0 if config.latent else config.output_factor,
         is_shared=config.shares_stacks,
         is_gated=config.shared_is_gated,
     )

@@ -15,7 +15,6 @@ from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.dflash2 import ConvConfig
-from shared.models.activation import SCALED_SILU
 from shared.models.config import ModelConfig
 from shared.models.mixers import (
     AttentionConfig,
@@ -164,12 +163,6 @@ def _output_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Pro
     return None
 
 
-def _activation_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
-    kinds = {x.dense.activation.kind for x in _models(blueprint) if x.dense is not None}
-    is_run = program.work not in WITHOUT_LAYERS and SCALED_SILU in kinds
-    return "MLPs without multipliers of gate and output" if is_run else None
-
-
 def _convolution_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
     block = blueprint.drafts.block
     is_drafted = program.work in (StepKind.DECODE, StepKind.DRAFT)
@@ -201,14 +194,10 @@ def _experts_size_fault(
     for model in _models(blueprint):
         if (experts := model.experts) is None:
             continue
-        if experts.output_factor != 1:
-            return f"experts without a residual multiplier, got {experts.output_factor:g}"
         if experts.shared_is_gated and not experts.shares_stacks:
             own, all_of = experts.shared_intermediate, experts.intermediate
             return f"gated shared experts of the same width as the others ({all_of}), got {own}"
-        if experts.latent:
-            return f"experts without a latent, got moe_latent_size {experts.latent}"
-        for size in (model.hidden, experts.intermediate):
+        for size in (model.hidden, experts.intermediate, experts.latent):
             if size % takes.experts_unit:
                 return f"expert widths that are multiples of {takes.experts_unit}, got {size}"
     return None
@@ -233,7 +222,6 @@ OPERATIONS = (
     Operation("convolution", _convolution_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
-    Operation("linear.act_and_mul_linear", _activation_fault, is_refused=True),
     Operation("lm_head", _dtype_fault, is_refused=False),
     *(
         Operation(name, _gelu_fault if name == GELU else _tower_fault, is_refused=False)

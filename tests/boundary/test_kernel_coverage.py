@@ -194,11 +194,15 @@ def test_mamba2_norm_shared_by_ranks_counted(norm_size: int, platform):
 
 
 @each_platform
-def test_mlp_multipliers_raise_on_gpu(platform):
-    with pytest.raises(ValueError, match="MLPs without multipliers of gate and output"):
-        fallbacks_of(
-            platform, config_with(tiny_model("falcon_h1", 0)[0], head_size=16, state_size=16)
-        )
+@pytest.mark.parametrize("family", ["falcon_h1", "granitemoehybrid"])
+def test_multipliers_of_hybrids_have_kernels(family: str, platform):
+    sizes = {"head_size": 16, "state_size": 16, "norm_size": 16}
+    model = config_with(tiny_model(family, 0)[0], **sizes)
+    if model.experts is not None:  # of a width that has kernels
+        wide = replace(model.experts, intermediate=32, shared_intermediate=48)
+        kinds = (replace(x, mlp=wide) if x.mlp == model.experts else x for x in model.layers)
+        model = replace(model, layers=tuple(kinds))
+    assert fallbacks_of(platform, model) == ()
 
 
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
@@ -229,8 +233,8 @@ def test_float32_experts_counted_on_gpu(platform):
             "expert widths that are multiples of 16, got 24",
         ),
         (
-            {"latent": 32, "shared_intermediate": 0, "shared_is_gated": False},
-            "without a latent, got",
+            {"latent": 24, "shared_intermediate": 0, "shared_is_gated": False},
+            "expert widths that are multiples of 16, got 24",
         ),
         (
             {"shared_intermediate": 24},

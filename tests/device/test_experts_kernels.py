@@ -53,6 +53,8 @@ SMALL = {
     "parallel to an MLP": Case(
         5, 64, 32, routing(6, 3), activation=Activation(GELU_TANH), is_parallel=True
     ),
+    "latents": Case(5, 64, 32, routing(6, 2), activation=Activation(RELU2), is_latent=True),
+    "residual multiplier": Case(5, 64, 32, routing(6, 2, output_factor=0.22, **GATED)),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {
@@ -67,6 +69,9 @@ LARGE = {
     "of 768": Case(150, 2048, 768, routing(12, 8)),
 }
 BITS = {
+    "latents, residual multiplier": Case(
+        2, 64, 32, routing(4, 2, output_factor=0.22), activation=Activation(RELU2), is_latent=True
+    ),
     "softmax": Case(2, 64, 32, routing(4, 2, **GATED)),
     "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), quantized="FP8"),
 }

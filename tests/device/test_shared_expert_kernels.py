@@ -1,4 +1,6 @@
-"""Shared experts of another width, between kernels: a dense MLP after the routed experts."""
+"""Shared experts of another width, and experts with latents, by kernels: MLPs and projections
+around the routed experts.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,6 +16,7 @@ import torch_impl.ops
 from jax_impl.ops.gemm import linear as jax_linear
 from jax_impl.ops.moe import experts as jax_experts
 from shared.models.activation import RELU2, Activation
+from shared.models.mlp import MoEConfig
 from shared.spec import experts as spec
 from shared.spec.linear import Matrix
 from tests.support.cases.moe.experts import EPS, added_arguments, config_of
@@ -36,11 +39,13 @@ CONFIG = replace(
     ),
     shared_intermediate=OWN,
 )
+LATENTS = replace(CONFIG, latent=32, output_factor=0.22)
+each_config = pytest.mark.parametrize("config", [CONFIG, LATENTS], ids=["wider", "latents"])
 
 
-def made() -> dict[str, Any]:
+def made(config: MoEConfig) -> dict[str, Any]:
     """Rows, and experts with a shared one that is wider than the others."""
-    given, rng = added_arguments(0, R=3, hidden=HIDDEN, config=CONFIG), np.random.default_rng(1)
+    given, rng = added_arguments(0, R=3, hidden=HIDDEN, config=config), np.random.default_rng(1)
     shapes = {"shared_gate_up": (OWN, HIDDEN), "shared_down": (HIDDEN, OWN)}
     shared = {
         name: Matrix.plain(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
@@ -50,15 +55,16 @@ def made() -> dict[str, Any]:
 
 
 def placed(weights: spec.Experts, to: Any, matrix: Any, made_of: Any) -> Any:
-    names = ("router", "gate_up", "down", "shared_gate_up", "shared_down")
-    found = {name: matrix(to(getattr(weights, name).values)) for name in names}
+    arrays = {name: x.values for name, x in vars(weights).items() if isinstance(x, Matrix)}
+    found = {name: matrix(to(x)) for name, x in arrays.items()}
     return made_of(score_bias=to(weights.score_bias), **found)
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-def test_torch_wider_shared_expert_matches_spec(monkeypatch) -> None:
+@each_config
+def test_torch_wider_shared_expert_matches_spec(config: MoEConfig, monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
-    given, device = made(), "cuda" if ON_GPU else "cpu"
+    given, device = made(config), "cuda" if ON_GPU else "cpu"
 
     def to(x: np.ndarray) -> torch.Tensor:
         return torch.tensor(x, device=device)
@@ -68,7 +74,7 @@ def test_torch_wider_shared_expert_matches_spec(monkeypatch) -> None:
     kernels = torch_impl.ops.KERNELS
     assert kernels is not None  # bound above
     given_norm = to(given["norm"])
-    got = torch_experts.kernel_added_experts(kernels, stream, EPS, CONFIG, weights, given_norm)
+    got = torch_experts.kernel_added_experts(kernels, stream, EPS, config, weights, given_norm)
     want = spec.added_experts(**given)
     # Float32 on both sides: the orders of the sums differ.
     np.testing.assert_allclose(got.rows.cpu().numpy(), want.rows, rtol=1e-4, atol=1e-4)
@@ -76,19 +82,20 @@ def test_torch_wider_shared_expert_matches_spec(monkeypatch) -> None:
 
 
 def without(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"config": replace(CONFIG, shared_intermediate=0)}
+    return given | {"config": replace(given["config"], shared_intermediate=0)}
 
 
-def test_jax_wider_shared_expert_lowered_for_gpu(monkeypatch) -> None:
+@each_config
+def test_jax_wider_shared_expert_lowered_for_gpu(config: MoEConfig, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    given = made()
+    given = made(config)
     weights = placed(given["weights"], jnp.asarray, jax_linear.Matrix.plain, jax_experts.Experts)
 
     def added(rows: jax.Array, norm: jax.Array) -> jax.Array:
         stream = jax_linear.NormedStream(rows, norm)
         kernels = jax_impl.ops.KERNELS
         assert kernels is not None  # bound above
-        return jax_experts.kernel_added_experts(kernels, stream, EPS, CONFIG, weights, norm).rows
+        return jax_experts.kernel_added_experts(kernels, stream, EPS, config, weights, norm).rows
 
     traced = jax.jit(added).trace(jnp.asarray(given["stream"].rows), jnp.asarray(given["norm"]))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -38,6 +38,7 @@ def routing(experts: int, top: int, **changed: Any) -> RoutingSettings:
         "is_sigmoid": False,
         "is_renormalised": True,
         "factor": 1.0,
+        "output_factor": 1.0,
     }
     shared = {"is_shared": False, "is_gated": False}
     return RoutingSettings(experts=experts, top=top, **(usual | shared | changed))
@@ -59,6 +60,7 @@ class Case(NamedTuple):
       activation: Of the experts.
       has_biases: Whether the router and the experts have biases.
       is_parallel: Whether the router reads rows of a norm of its own, and experts have scales.
+      is_latent: Whether experts read rows of their own, without a norm.
     """
 
     R: int
@@ -71,6 +73,7 @@ class Case(NamedTuple):
     activation: Activation = Activation()
     has_biases: bool = False
     is_parallel: bool = False
+    is_latent: bool = False
 
     @property
     def is_packed(self) -> bool:
@@ -94,6 +97,7 @@ class Block(NamedTuple):
     router_bias: np.ndarray | None
     bias: np.ndarray | None
     scored: np.ndarray | None
+    latents: np.ndarray | None
     expert_scale: np.ndarray | None
     gate_up: np.ndarray
     gate_up_bias: np.ndarray | None
@@ -156,6 +160,7 @@ def block_of(case: Case) -> Block:
         router_bias=biases(choice.outputs),
         bias=_normal(rng, choice.experts) / 4 if case.is_biased else None,
         scored=_rounded(rows * (1 + _normal(rng, hidden) / 2)) if case.is_parallel else None,
+        latents=_rounded(_normal(rng, R, hidden)) if case.is_latent else None,
         expert_scale=1 + _normal(rng, choice.experts) / 4 if case.is_parallel else None,
         gate_up=shapes["gate_up"],
         gate_up_bias=biases(choice.stored, wide),
@@ -197,14 +202,15 @@ def reference(case: Case) -> Found:
         own = _sigmoid(gates) if choice.is_gated else np.ones((case.R, 1), np.float32)
         ids = np.concatenate([ids, np.full((case.R, 1), choice.experts)], axis=1)
         weights = np.concatenate([weights, own], axis=1)
+    inputs = x if block.latents is None else block.latents
     added = [
         sum(
-            w * _expert(block, case.activation, e, x[row])
+            w * _expert(block, case.activation, e, inputs[row])
             for e, w in zip(ids[row], weights[row], strict=True)
         )
         for row in range(case.R)
     ]
-    rows = _rounded(block.rows + np.stack(added))
+    rows = _rounded(block.rows + np.float32(choice.output_factor) * np.stack(added))
     scaled = rows if block.norm is None else _rounded(rows * block.norm)
     return Found(ids, weights, rows, scaled, chunks_of_squares(rows))
 
@@ -264,7 +270,8 @@ def run(
         biases = getattr(block, name)
         given[name] = None if biases is None else biases.astype(HALF)
     scored = None if block.scored is None else block.scored[rows].astype(HALF)
-    given |= {"scored": scored, "expert_scale": block.expert_scale}
+    latents = None if block.latents is None else block.latents[rows].astype(HALF)
+    given |= {"scored": scored, "latents": latents, "expert_scale": block.expert_scale}
     given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
@@ -299,6 +306,7 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
                 "router": block.router.astype(HALF),
                 "router_bias": None,
                 "scored": None,
+                "latents": None,
                 "expert_scale": None,
                 "bias": block.bias,
                 "gate_up_bias": None,
@@ -414,7 +422,7 @@ def _program(how: tuple, is_as_written: bool) -> Callable:
     module = KERNELS["pallas"]["experts"]
 
     def program(given: dict[str, jax.Array]) -> tuple:
-        given = dict.fromkeys((*STACKS, "scored")) | given
+        given = dict.fromkeys((*STACKS, "scored", "latents")) | given
         with _kept_choice(module) as choices:
             stream, arrivals = module.experts(
                 **given,

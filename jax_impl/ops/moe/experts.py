@@ -214,13 +214,14 @@ def kernel_added_experts(
     norm: Norm | None = None,
 ) -> NormedStream:
     first, last = weights.shared_gate_up, weights.shared_down
+    routed = _routed if weights.latent_in is None else _routed_latents
     if first is None or last is None:
-        return _routed(kernels, stream, eps, config, weights, norm)
+        return routed(kernels, stream, eps, config, weights, norm)
     # A shared expert of another width is a dense MLP, which adds to the rounded sum of the others.
     stream = linear.completed(kernels, stream)
     inner = linear.kernel_act_and_mul_linear(kernels, stream, eps, first, config.activation)
-    stream = _routed(kernels, stream, eps, config, weights, norm)
-    return linear.kernel_linear_add(kernels, inner, last, stream, norm=norm)
+    stream = routed(kernels, stream, eps, config, weights, norm)
+    return linear.kernel_linear_add(kernels, inner, last, stream, config.output_factor, norm)
 
 
 def _routed(
@@ -245,6 +246,7 @@ def _routed(
         scaled=stream.factors,
         squares=stream.squares,
         scored=None,
+        latents=None,
         next_norm=all_gather.norm_with_squares(group, own, norm),
     )
     stream = stream._replace(arrivals=arrivals)
@@ -252,6 +254,41 @@ def _routed(
         scaled, squares = group.on_device.all_gather_with_squares(added.scaled, added.squares)
         added = NormedStream(added.rows, norm, scaled, squares)
     return linear.ended(kernels, stream, added, norm)
+
+
+def _routed_latents(
+    kernels: Kernels,
+    stream: NormedStream,
+    eps: float,
+    config: MoEConfig,
+    weights: Experts,
+    norm: Norm | None,
+) -> NormedStream:
+    """Adds the experts between the two projections of the latent; their sum is rounded once."""
+    stream, group = linear.completed(kernels, stream), stream.group
+    if stream.arrivals is None:  # a partial pass
+        stream = kernel_counted(kernels, stream)
+    assert weights.latent_in is not None  # experts with latents have both
+    assert weights.latent_out is not None
+    latents = linear.kernel_rmsnorm_linear(kernels, stream, eps, weights.latent_in)
+    latents = all_gather.all_gather(group, latents)
+    added, arrivals = run_experts(
+        kernels,
+        stream,
+        eps,
+        config,
+        weights,
+        rows=jnp.zeros((len(latents), weights.down.num_outputs), latents.dtype),
+        scaled=stream.factors,
+        squares=stream.squares,
+        scored=None,
+        latents=latents,
+        next_norm=None,
+    )
+    stream = stream._replace(arrivals=arrivals)
+    latents = all_gather.all_gather(group, added.rows)
+    factor = config.output_factor
+    return linear.kernel_linear_add(kernels, latents, weights.latent_out, stream, factor, norm)
 
 
 def run_experts(
@@ -265,6 +302,7 @@ def run_experts(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"] | None,
     scored: Float[jax.Array, "R hidden"] | None,
+    latents: Float[jax.Array, "R latent"] | None,
     next_norm: Norm | None,
 ) -> tuple[Any, Int[jax.Array, " counters"]]:
     """Runs the kernels of an MoE block; the stream has their counters."""
@@ -280,6 +318,7 @@ def run_experts(
         scaled=scaled,
         squares=squares,
         scored=scored,
+        latents=latents,
         router=_stacked(weights.router.values, 2),
         router_bias=_stacked(weights.router.bias, 1),
         bias=bias,

@@ -62,6 +62,7 @@ def experts(
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     scored: Float[jax.Array, "R hidden"] | None,
+    latents: Float[jax.Array, "R latent"] | None,
     router: Float[jax.Array, "L outputs hidden"],
     router_bias: Float[jax.Array, "L outputs"] | None,
     bias: Float[jax.Array, "L experts"] | None,
@@ -96,6 +97,8 @@ def experts(
     Args:
       rows: Rows of the residual stream.
       scored: Rows that the router reads, scaled for its own norm; None for `scaled`.
+      latents: Rows that the experts read, without a norm; None for `scaled`. The residual rows and
+        the outputs of down then have the columns of latents.
       scaled, squares, router, router_bias, bias, expert_scale, live, arrivals, layer, eps, order,
         squares_order: See `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[L, stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
@@ -140,8 +143,8 @@ def experts(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
     inner = act_and_mul_linear(
-        scaled,
-        squares,
+        scaled if latents is None else latents,
+        squares if latents is None else None,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         expert_blocks,
@@ -174,7 +177,7 @@ def experts(
 
 def act_and_mul_linear(
     scaled: Float[jax.Array, "R hidden"],
-    squares: Float[jax.Array, "R chunks"],
+    squares: Float[jax.Array, "R chunks"] | None,
     gate_up: ExpertWeights,
     ids: Int[jax.Array, "R slots"],
     expert_blocks: ExpertBlocks | None,
@@ -188,7 +191,7 @@ def act_and_mul_linear(
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "all_slots inner"]:
-    """Computes the activation of every slot, with its expert and its row's norm.
+    """Computes the activation of every slot, with its expert and its row's norm, if it has squares.
 
     Grouped tiles require the expert blocks of `group`.
     """
@@ -242,7 +245,9 @@ def linear_add(
     )
     epilogue = _ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
     arrivals, parts, out = pl.pallas_call(
-        partial(_down_kernel, squares_order=squares_order, config=config),
+        partial(
+            _down_kernel, factor=routing.output_factor, squares_order=squares_order, config=config
+        ),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.down_columns),),
         out_shape=(
             of(arrivals.shape, jnp.int32),
@@ -268,6 +273,7 @@ def linear_add(
         (out,) = pl.pallas_call(
             partial(
                 _sum_kernel,
+                factor=routing.output_factor,
                 columns=tiles.sum_columns,
                 squares_order=squares_order,
                 interpret=interpret,
@@ -313,7 +319,9 @@ def _gated_kernel(
     def _():
         is_slot = lax.iota(jnp.int32, config.lanes) < tile.count
         row = lax.div(tile.slots, config.slots)
-        scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
+        scale = None
+        if squares_ref is not None:
+            scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
         first, both = block * config.columns, lax.iota(jnp.int32, halves * config.columns)
         column = first + lax.rem(both, config.columns)
         output = column + lax.div(both, config.columns) * N
@@ -322,7 +330,8 @@ def _gated_kernel(
             x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, config
         )
         parts = lax.split(early(total, config.interpret).T, (config.columns,) * halves, axis=1)
-        parts = [part * scale[:, None] for part in parts]
+        if scale is not None:
+            parts = [part * scale[:, None] for part in parts]
         column = first + lax.iota(jnp.int32, config.columns)
         if gate_up.bias is not None:
             parts = [
@@ -351,6 +360,7 @@ def _down_kernel(
     parts_ref,
     stream,
     *,
+    factor,
     squares_order,
     config,
 ):
@@ -383,12 +393,11 @@ def _down_kernel(
             @pl.when(arrived == config.slots - 1)
             def _():
                 arrivals_ref[counter] = 0
-                _add_slots(
-                    parts_ref, epilogue, stream, row, column, block, squares_order, config.interpret
-                )
+                place, order = (row, column, block), squares_order
+                _add_slots(parts_ref, epilogue, stream, place, factor, order, config.interpret)
 
 
-def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, columns, squares_order, interpret):
+def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, factor, columns, squares_order, interpret):
     """One program per row and block of outputs."""
     blocks = pl.cdiv(parts_ref.shape[1], columns)
     row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
@@ -396,11 +405,22 @@ def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, columns, squares_order,
     @pl.when(ids_ref[row, 0] >= 0)
     def _():
         column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
-        _add_slots(parts_ref, epilogue, stream, row, column, block, squares_order, interpret)
+        place = (row, column, block)
+        _add_slots(parts_ref, epilogue, stream, place, factor, squares_order, interpret)
 
 
-def _add_slots(parts_ref, epilogue, stream, row, column, block, order, interpret):
-    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
+def _add_slots(parts_ref, epilogue, stream, place, factor, order, interpret):
+    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue.
+
+    Args:
+      parts_ref: Outputs of all slots.
+      epilogue, stream: Inputs of the epilogue, and its results.
+      place: Row, columns and index of their block.
+      factor: Multiplier of the sum.
+      order: Reduction order of squares.
+      interpret: Run on a CPU.
+    """
+    row, column, block = place
     N, slots = parts_ref.shape[1], epilogue.weights.shape[1]
     is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
     load = partial(pltriton.load, mask=is_column, other=0.0)
@@ -408,6 +428,8 @@ def _add_slots(parts_ref, epilogue, stream, row, column, block, order, interpret
         # Volatile loads bypass the L1 cache: other programs have written the values.
         part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
         total += part * epilogue.weights[row, slot]
+    if factor != 1:
+        total = total * factor
     out = total + load(epilogue.rows.at[row, column]).astype(jnp.float32)
     out = out.astype(stream.rows.dtype)
     at = (row, jnp.where(is_column, column, N))

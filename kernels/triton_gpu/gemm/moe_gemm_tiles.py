@@ -26,6 +26,7 @@ class ExpertGemmSizes(NamedTuple):
     """Outputs and inputs of an expert's GEMM, and slots of a row.
 
     Attributes:
+      factor: Multiplier of the sum of a row's slots.
       is_scaled: Whether the next norm has a scale.
       is_biased: Whether experts have biases.
       loads: Loads of the main loop.
@@ -34,6 +35,7 @@ class ExpertGemmSizes(NamedTuple):
     N: int
     K: int
     slots: int
+    factor: float
     is_scaled: bool
     is_biased: bool
     loads: TileLoads

@@ -66,6 +66,7 @@ def experts(
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     scored: Float[Tensor, "R hidden"] | None,
+    latents: Float[Tensor, "R latent"] | None,
     router: Float[Tensor, "outputs hidden"],
     router_bias: Float[Tensor, " outputs"] | None,
     bias: Float[Tensor, " experts"] | None,
@@ -97,6 +98,8 @@ def experts(
     Args:
       rows: Rows of the residual stream.
       scored: Rows that the router reads, scaled for its own norm; None for `scaled`.
+      latents: Rows that the experts read, without a norm; None for `scaled`. The residual rows and
+        the outputs of down then have the columns of latents.
       scaled, squares, router, router_bias, bias, expert_scale, live, arrivals, eps, order,
         squares_order: See `route`; `arrivals_of_experts` returns the number of arrivals.
       gate_up: `[stored, 2 inner, hidden]`, for each expert the rows of gate, then of up; without a
@@ -131,8 +134,8 @@ def experts(
     )
     blocks = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
     inner = act_and_mul_linear(
-        scaled,
-        squares,
+        scaled if latents is None else latents,
+        squares if latents is None else None,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         blocks,
@@ -160,7 +163,7 @@ def experts(
 
 def act_and_mul_linear(
     scaled: Float[Tensor, "R hidden"],
-    squares: Float[Tensor, "R chunks"],
+    squares: Float[Tensor, "R chunks"] | None,
     gate_up: ExpertWeights,
     ids: Int[Tensor, "R slots"],
     expert_blocks: ExpertBlocks | None,
@@ -172,12 +175,13 @@ def act_and_mul_linear(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Float[Tensor, "all_slots inner"]:
-    """Computes the activation of every slot, with its expert and its row's norm.
+    """Computes the activation of every slot, with its expert and its row's norm, if it has squares.
 
     Grouped tiles require the expert blocks of `group`.
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
-    chunks = squares.shape[1]
+    chunks = 0 if squares is None else squares.shape[1]
+    spread = triton.next_power_of_2(max(chunks, 1))
     config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
     sizes = _sizes(gate_up, format, N, hidden, routing, config, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
@@ -191,7 +195,7 @@ def act_and_mul_linear(
         eps,
         activation=activation,
         sizes=sizes,
-        chunks=RouterChunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
+        chunks=RouterChunks(chunks, spread, squares_order.digits_of_chunks),
         config=config,
         num_warps=tiles.warps,
         **launching(scaled),
@@ -222,16 +226,10 @@ def linear_add(
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
-    stream = ExpertStream(
-        rows=out,
-        scaled=out if next_norm is None else torch.empty_like(rows),
-        squares=parts.new_empty((R, chunks)),
-    )
-    epilogue = ExpertEpilogue(
-        rows=rows,
-        weights=chosen.weights,
-        norm=parts if next_norm is None else next_norm,
-    )
+    scaled = out if next_norm is None else torch.empty_like(rows)
+    stream = ExpertStream(rows=out, scaled=scaled, squares=parts.new_empty((R, chunks)))
+    norm = parts if next_norm is None else next_norm
+    epilogue = ExpertEpilogue(rows=rows, weights=chosen.weights, norm=norm)
     sums = ExpertSums(length=squares_order.chunk, digits=squares_order.digits)
     _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
         inner,
@@ -287,9 +285,8 @@ def _sizes(
         has_all_outputs=outputs % config.columns == 0,
         is_interpreted=not launching(stored.weights)["is_launched"],
     )
-    return ExpertGemmSizes(
-        outputs, inputs, routing.slots, is_scaled, stored.bias is not None, loads
-    )
+    is_biased, factor = stored.bias is not None, routing.output_factor
+    return ExpertGemmSizes(outputs, inputs, routing.slots, factor, is_scaled, is_biased, loads)
 
 
 @triton.jit
@@ -322,7 +319,9 @@ def _gated_kernel(
         return
     is_slot = tl.arange(0, config.lanes) < tile.count
     row = tile.slots // sizes.slots
-    scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
+    scale = tl.full((config.lanes,), 1.0, tl.float32)
+    if chunks.count > 0:
+        scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
     first, both = tl.program_id(0) % blocks * config.columns, tl.arange(0, halves * config.columns)
     column = first + both % config.columns
     output = column + both // config.columns * N
@@ -437,7 +436,7 @@ def _add_slots(
         total += part * tl.load(epilogue.weights + first + slot)
     place = row.to(tl.int64) * N + column
     before = tl.load(epilogue.rows + place, mask=is_column, other=0.0)
-    out = (total + before.to(tl.float32)).to(stream.rows.dtype.element_ty)
+    out = (total * sizes.factor + before.to(tl.float32)).to(stream.rows.dtype.element_ty)
     tl.store(stream.rows + place, out, mask=is_column)
     out = out.to(tl.float32)
     if sizes.is_scaled:

@@ -67,6 +67,7 @@ def kernel_routed_experts(
         scaled=scaled,
         squares=squares,
         scored=scored,
+        latents=None,
         next_norm=None,
     )
     return all_gather.all_gather(stream.group, added.rows)

@@ -71,9 +71,10 @@ def added_arguments(
     bias = rng.standard_normal(config.num_experts, np.float32) if config.has_score_bias else None
     router = _matrix(rng, config.num_scored, hidden)
     scale = 1 + 0.25 * np.random.default_rng(seed + 1).standard_normal(config.num_experts)
+    width, latent = config.latent or hidden, config.latent
     matrices = [
         _matrix(rng, config.num_stacked, *x)
-        for x in ((config.activation.num_projections * inner, hidden), (hidden, inner))
+        for x in ((config.activation.num_projections * inner, width), (width, inner))
     ]
     if quantized is not None:
         matrices = [quantized(matrix.values) for matrix in matrices]
@@ -89,6 +90,8 @@ def added_arguments(
         score_bias=bias,
         shared_gate_up=None,
         shared_down=None,
+        latent_in=_matrix(rng, latent, hidden) if latent else None,
+        latent_out=_matrix(rng, hidden, latent) if latent else None,
         expert_scale=scale.astype(np.float32) if config.has_expert_scale else None,
     )
     return {
@@ -159,6 +162,7 @@ NEMOTRON = config_of(
     activation=Activation(RELU2),
 )
 """Some experts of Nemotron 3 Nano, without their shared expert."""
+LATENTS = replace(NEMOTRON, latent=1024)
 NO_GATE = config_of(
     num_experts=6, num_chosen=2, intermediate=48, shared=False, activation=Activation(RELU2)
 )
@@ -183,6 +187,7 @@ TABLE = [
         ("three rows", 3, SMALL),
         ("groups, many rows", 37, GROUPS),
         ("no gate", 3, NO_GATE),
+        ("latents", 3, replace(NO_GATE, latent=32, output_factor=0.22)),
     )
 ]
 TABLE += [
@@ -193,6 +198,7 @@ TABLE += [
 TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
 TABLE += large_cases("biases, 32 of 2880", 2880, OSS)
 TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON)
+TABLE += large_cases("latents of 1024, 32 of 1856", 2688, LATENTS)
 TABLE += [
     case
     for kind, quantized in QUANTIZED.items()
