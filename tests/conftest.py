@@ -25,9 +25,11 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     pytest_configure,
     pytest_sessionfinish,
 )
+from tests.support.quick_compile import compile_quickly
 from tests.support.rounding import round_products
 
 round_products()
+compile_quickly()
 # The stack of a test has a hundred frames, which JAX would write next to each operation it lowers.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
