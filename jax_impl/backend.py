@@ -17,6 +17,7 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, ops, weights
+from jax_impl.adapters import Adapters, adapters_on
 from jax_impl.compilation_cache import CompilationCache
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
@@ -25,7 +26,7 @@ from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
 from jax_impl.kernel_limits import KERNEL_LIMITS
-from jax_impl.mesh import RankMesh
+from jax_impl.mesh import Leaf, RankMesh, leaves_of
 from jax_impl.model import Model
 from jax_impl.model_weights import AssistantWeights, BlockWeights
 from jax_impl.step import step
@@ -43,11 +44,11 @@ from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.models.adapter_pool import AdapterStack
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import shard_config
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
-Leaf = jax.Array | list[jax.Array]
 Shape = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 StepInputs = tuple[list[Leaf], AllGather | None]
 Words = Int[jax.Array, " words"]
@@ -79,6 +80,7 @@ class JaxBackend:
         kept_in: Path | None = None,
         group: TPGroup = SINGLE_RANK,
         tower: Loaded | Sequence[Loaded] | None = None,
+        adapters: Sequence[Mapping[str, AdapterStack]] = (),
     ) -> None:
         """Allocates the pools of `capacity`; compiles nothing yet.
 
@@ -102,6 +104,7 @@ class JaxBackend:
           group: TP group: consecutive devices of this process from `device` on, one per rank, which
             run every step together.
           tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
+          adapters: LoRA adapters of each rank by parameter; empty without.
 
         Raises:
           ValueError: There are fewer devices than ranks, or the model cannot be sharded evenly. See
@@ -127,10 +130,12 @@ class JaxBackend:
         if kernels is not None:
             fallback_ops(self._blueprint, KERNEL_LIMITS)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
-        self._tree = jax.tree.structure((model, own[0], towers[0]))
         devices = self._together.devices
-        loaded = zip(devices, models, own, towers, strict=True)
-        each = [_leaves_of(on, *x) for on, *x in loaded]
+        stacks = adapters or [{}] * len(devices)
+        lora = [adapters_on(x, kind, on) for x, on in zip(stacks, devices, strict=True)]
+        self._tree = jax.tree.structure((model, own[0], towers[0], lora[0]))
+        loaded = zip(devices, models, own, towers, lora, strict=True)
+        each = [leaves_of(on, x) for on, *x in loaded]
         allocate = partial(device_state.allocate, config, capacity, drafts.sizes, kind)
         is_here = all(isinstance(leaf, jax.Array | list) for leaf in each[0])
         if is_here:
@@ -273,9 +278,10 @@ class JaxBackend:
     def _context(self, leaves: list[Leaf], exchange: AllGather | None) -> StepContext:
         """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
+        loaded, own, seeing, adapters = jax.tree.unflatten(self._tree, leaves)
         tower = seeing and weights.vision_encoder_of(seeing)
-        return StepContext(*self._bind(loaded, own, self._group.on(exchange)), tower, self.capacity)
+        model, drafter = self._bind(loaded, own, adapters, self._group.on(exchange))
+        return StepContext(model, drafter, tower, self.capacity)
 
 
 def _of_ranks(
@@ -290,23 +296,6 @@ def _of_ranks(
         return list(given)
     ranks = zip(together.devices, together.ranks, strict=True)
     return [read(given, device=device, group=rank) for device, rank in ranks]
-
-
-def _leaves_of(device: jax.Device, *loaded: Loaded | None) -> list[Leaf]:
-    return [_leaf(path, array, device) for path, array in jax.tree.leaves_with_path(loaded)]
-
-
-def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
-    """Returns a parameter as a program argument; on a CPU stacks of layers are split.
-
-    On a CPU the static slice of a stack is copied in every step before its GEMM; a slice of a stack
-    built in the program is not. A GPU reads slices in place and has a cost per argument, so it gets
-    the stacks.
-    """
-    is_stack = any(getattr(key, "name", None) == "stacks" for key in path)
-    if not is_stack or device.platform != "cpu":
-        return array
-    return [jax.device_put(layer, device) for layer in np.asarray(array)]
 
 
 def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
@@ -326,13 +315,13 @@ def _placed(
 
 def _binding(
     config: ModelConfig, drafts: DrafterSpec, in_stacks: bool
-) -> Callable[[Loaded, Loaded | None, TPGroup], tuple[Model, drafters.Drafter | None]]:
+) -> Callable[[Loaded, Loaded | None, Adapters, TPGroup], tuple[Model, drafters.Drafter | None]]:
     """Returns a function that builds the model and the drafter of a trace from its arrays."""
 
     def bind(
-        loaded: Loaded, own: Loaded | None, group: TPGroup
+        loaded: Loaded, own: Loaded | None, adapters: Adapters, group: TPGroup
     ) -> tuple[Model, drafters.Drafter | None]:
-        model = Model.of(config, weights.weights_of(config, loaded, in_stacks), group)
+        model = Model.of(config, weights.weights_of(config, loaded, in_stacks), group, adapters)
         if drafts.with_mtp:
             return model, EagleDrafter(heads.mtp(model))
         if own is None:

@@ -28,6 +28,7 @@ from jax_impl.ops.sampling.sampling import TokenCounts
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
 from jax_impl.step_context import (
     Step,
+    adapter_slots,
     drafter_state,
     logprobs_of,
     ranking,
@@ -96,7 +97,8 @@ def verify(step: Step, state: DeviceState, trees: VerifyTrees) -> VerifyOutput:
     target, flat = step.context.model, VerifyRows.of(step, state, trees)
     mixer = _mixer(step, state, trees, flat)
     tokens = trees.tokens[flat.rows.request, flat.node]
-    passed = model.forward(target, tokens, None, flat.rows, state.kv, mixer, step.streams)
+    slots = adapter_slots(step, flat.rows.request)
+    passed = model.forward(target, tokens, None, flat.rows, state.kv, mixer, step.streams, slots)
     projected = model.lm_head_input(target, passed.hidden)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = step.program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None

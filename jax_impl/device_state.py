@@ -233,7 +233,7 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Grammar token bitmask; see `shared.boundary.backend.GrammarBitmask`."""
+    """Grammar token bitmask; see `shared.boundary.grammar_bitmask.GrammarBitmask`."""
 
     bits: Int[jax.Array, "Q words"]
     index: Int[jax.Array, "B N"]
@@ -264,6 +264,7 @@ class Plan:
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
       window_page_tables: Pages of each row in the window pools, by sliding window.
       kv: Words of an import, by field; empty in other steps.
+      adapters: Adapter slot of each row; None if the program takes none.
     """
 
     slots: Int[jax.Array, " B"]
@@ -283,6 +284,7 @@ class Plan:
     texts: NgramScopes | None
     window_page_tables: WindowPageTables
     kv: Fields
+    adapters: Int[jax.Array, " B"] | None
 
     def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int[jax.Array, "B P"]]:
         """Returns the page table of each KV pool of the target."""
@@ -316,6 +318,7 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
             pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
         },
         kv={name: words for name, words in at.items() if name.startswith("kv_")},
+        adapters=at.get("adapters"),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,8 @@ from shared.boundary.tp_group import TPGroup
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
+
+Leaf = jax.Array | list[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,22 @@ def free_on_each(count: int) -> list[int]:
     """Returns the free bytes of the first `count` GPUs that report them; a CPU does not."""
     stats = [device.memory_stats() for device in jax.devices()[:count]]
     return [each["bytes_limit"] - each["bytes_in_use"] for each in stats if each]
+
+
+def leaves_of(device: jax.Device, loaded: Sequence[Any]) -> list[Leaf]:
+    """Returns the arrays of a rank as program arguments."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(loaded)
+    return [_leaf(path, array, device) for path, array in leaves]
+
+
+def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
+    """Returns a parameter as a program argument; on a CPU stacks of layers are split.
+
+    On a CPU the static slice of a stack is copied in every step before its GEMM; a slice of a stack
+    built in the program is not. A GPU reads slices in place and has a cost per argument, so it gets
+    the stacks.
+    """
+    is_stack = any(getattr(key, "name", None) == "stacks" for key in path)
+    if not is_stack or device.platform != "cpu":
+        return array
+    return [jax.device_put(layer, device) for layer in np.asarray(array)]

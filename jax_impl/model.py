@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Float, Int
 
+from jax_impl.adapters import NO_ADAPTERS, Adapters, with_adapters
 from jax_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -75,17 +76,22 @@ class Model(NamedTuple):
 
     Attributes:
       group: Tensor-parallel group of the model.
+      adapters: LoRA adapters of this rank; none if the model has none.
     """
 
     config: ModelConfig
     weights: Weights
     blocks: tuple[DecoderLayer, ...]
     group: TPGroup
+    adapters: Adapters
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
+    def of(
+        cls, config: ModelConfig, weights: Weights, group: TPGroup, adapters: Adapters = NO_ADAPTERS
+    ) -> "Model":
         """Builds the model from its config and weights."""
-        return cls.reading(config, weights, group, config.places)
+        model = cls.reading(config, weights, group, config.places)
+        return model._replace(adapters=adapters)
 
     @classmethod
     def reading(
@@ -103,7 +109,7 @@ class Model(NamedTuple):
             )
             for each, at, layer in zip(config.layers, places, weights.layers, strict=True)
         )
-        return cls(config, weights, blocks, group)
+        return cls(config, weights, blocks, group, NO_ADAPTERS)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -119,6 +125,7 @@ def forward(
     kv: Pools,
     mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
+    slots: Int[jax.Array, " R"] | None = None,
 ) -> Forward:
     """Runs all layers over flat rows and writes their KV.
 
@@ -129,13 +136,14 @@ def forward(
       kv: KV pools.
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
+      slots: Adapter slot of each row, 0 for none; None for a pass without adapters.
     """
     weights, parts = model.weights, None
     embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     if weights.per_layer is not None:
         eps = model.config.rms_eps
         parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, eps)
-    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams)
+    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams, slots)
 
 
 def run_layers(
@@ -146,6 +154,7 @@ def run_layers(
     kv: Pools,
     mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
+    slots: Int[jax.Array, " R"] | None = None,
 ) -> Forward:
     """Runs all layers from the inputs of the first on; see `forward`.
 
@@ -211,7 +220,8 @@ def run_layers(
         part = None if parts is None else parts[:, i]
         beside_carry = None if block.layer.parallel is None else carries[states]
         carry = (carries.get(pool), beside_carry, block.place, block.parallel_place)
-        given = (block.layer, stream, *carry, part, norm)
+        layer = with_adapters(block.layer, config.places[i], model.adapters, slots)
+        given = (layer, stream, *carry, part, norm)
         stream, carries[pool], beside_carry = run_block(block.mixer, block.feed, *given)
         if block.layer.parallel is not None:
             carries[states] = beside_carry

@@ -18,7 +18,14 @@ from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
 from jax_impl.ops.sampling.sampling import SampledTokens
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
-from jax_impl.step_context import Step, drafter_state, logprobs_of, ranking, with_drafter_state
+from jax_impl.step_context import (
+    Step,
+    adapter_slots,
+    drafter_state,
+    logprobs_of,
+    ranking,
+    with_drafter_state,
+)
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import ProgramFeature
 from shared.spec.logprobs import SCORED_ROWS
@@ -92,7 +99,8 @@ def _read_prompts(
         )
     tokens, shown = prompts.tokens, _shown(state, prompts.sources)
     rows = prompts.rows._replace(window_page_tables=plan.window_page_tables)
-    passed = model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams)
+    slots = adapter_slots(step, rows.request)
+    passed = model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams, slots)
     state = state._replace(kv=passed.kv)
     if mixer is not None:
         delta, snapshots = mixer.carry

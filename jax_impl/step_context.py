@@ -129,6 +129,17 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
+def adapter_slots(step: Step, request: Int[jax.Array, " R"]) -> Int[jax.Array, " R"] | None:
+    """Returns the adapter slot of each row, or None if the program takes none.
+
+    Args:
+      step: The step.
+      request: Row of the plan of each flat row.
+    """
+    adapters = step.plan.adapters
+    return None if adapters is None else adapters[request]
+
+
 def mrope_deltas(step: Step, state: DeviceState) -> Int[jax.Array, " B"] | None:
     """Returns the M-RoPE position delta of each row, or None for a text-only model."""
     return None if state.images is None else state.images.deltas[step.plan.slots]

@@ -27,7 +27,7 @@ from torch_impl.ops.sampling.acceptance import AcceptedPath
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.sampling import TokenCounts
 from torch_impl.ops.trees import draft_tree, ngram, slot_state
-from torch_impl.step_context import Step, logprobs_of, ranking, with_image_mrope
+from torch_impl.step_context import Step, adapter_slots, logprobs_of, ranking, with_image_mrope
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def verify(step: Step, trees: VerifyTrees) -> VerifyOutput:
     target, state, flat = step.context.model, step.context.state, VerifyRows.of(step, trees)
     mixer = _mixer(step, trees, flat)
     tokens = trees.tokens[flat.rows.request, flat.node]
-    passed = model.forward(target, tokens, None, flat.rows, state.kv, mixer, step.streams)
+    slots = adapter_slots(step, flat.rows.request)
+    passed = model.forward(target, tokens, None, flat.rows, state.kv, mixer, step.streams, slots)
     projected = model.lm_head_input(target, passed.hidden)
     # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = step.program.has(ProgramFeature.LOGPROBS) or trees.drafted is not None

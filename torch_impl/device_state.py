@@ -243,7 +243,7 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """Grammar token bitmask; see `shared.boundary.backend.GrammarBitmask`."""
+    """Grammar token bitmask; see `shared.boundary.grammar_bitmask.GrammarBitmask`."""
 
     bits: Int[Tensor, "Q words"]
     index: Int[Tensor, "B N"]
@@ -274,6 +274,7 @@ class Plan:
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
       window_page_tables: Pages of each row in the window pools, by sliding window.
       kv: Words of an import, by field; empty in other steps.
+      adapters: Adapter slot of each row; None if the program takes none.
     """
 
     slots: Int[Tensor, " B"]
@@ -293,6 +294,7 @@ class Plan:
     texts: NgramScopes | None
     window_page_tables: WindowPageTables
     kv: Fields
+    adapters: Int[Tensor, " B"] | None
 
     def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int[Tensor, "B P"]]:
         """Returns the page table of each KV pool of the target."""
@@ -334,6 +336,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
             pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
         },
         kv={name: words for name, words in at.items() if name.startswith("kv_")},
+        adapters=at.get("adapters"),
     )
 
 

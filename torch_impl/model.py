@@ -4,7 +4,7 @@ Same results as `shared.spec.model`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.groups import LayerPlace
 from shared.models.mixers import MixerConfig, NoMixer, SelfAttentionConfig
+from torch_impl.adapters import NO_ADAPTERS, Adapters, with_adapters
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -75,6 +76,7 @@ class Model:
     Attributes:
       frequencies: RoPE frequencies of each kind of attention layer; the kind of drafters is first.
       group: Tensor-parallel group of the model.
+      adapters: LoRA adapters of this rank; none if the model has none.
     """
 
     config: ModelConfig
@@ -82,11 +84,15 @@ class Model:
     frequencies: Mapping[SelfAttentionConfig, Float[Tensor, " half"]]
     blocks: tuple[DecoderLayer, ...]
     group: TPGroup
+    adapters: Adapters
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, group: TPGroup) -> "Model":
+    def of(
+        cls, config: ModelConfig, weights: Weights, group: TPGroup, adapters: Adapters = NO_ADAPTERS
+    ) -> "Model":
         """Builds the model from its config and weights."""
-        return cls.reading(config, weights, group, config.places)
+        model = cls.reading(config, weights, group, config.places)
+        return replace(model, adapters=adapters)
 
     @classmethod
     def reading(
@@ -106,7 +112,7 @@ class Model:
             for each, at, layer in zip(config.layers, places, weights.layers, strict=True)
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
-        return cls(config, weights, frequencies, blocks, group)
+        return cls(config, weights, frequencies, blocks, group, NO_ADAPTERS)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -122,6 +128,7 @@ def forward(
     kv: Pools,
     mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
+    slots: Int[Tensor, " R"] | None = None,
 ) -> Forward:
     """Runs all layers over flat rows and writes their KV.
 
@@ -132,13 +139,14 @@ def forward(
       kv: KV pools, written in place.
       mixer: Runs the GDN layers; None for a model without them.
       kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
+      slots: Adapter slot of each row, 0 for none; None for a pass without adapters.
     """
     weights, parts = model.weights, None
     embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
     if weights.per_layer is not None:
         eps = model.config.rms_eps
         parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, eps)
-    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams)
+    return run_layers(model, embedded, parts, rows, kv, mixer, kept_streams, slots)
 
 
 def run_layers(
@@ -149,6 +157,7 @@ def run_layers(
     kv: Pools,
     mixer: RecurrentMixer | None,
     kept_streams: tuple[int, ...],
+    slots: Int[Tensor, " R"] | None = None,
 ) -> Forward:
     """Runs all layers from the inputs of the first on; see `forward`.
 
@@ -172,20 +181,21 @@ def run_layers(
     if config.experts is not None:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
+        layer = with_adapters(block.layer, config.places[i], model.adapters, slots)
         if i in kept_streams:
             streams.append(stream.whole)
         if isinstance(block.mixer, NoMixer):
-            stream = block.feed(config, block.layer, stream, norms[i + 1])
+            stream = block.feed(config, layer, stream, norms[i + 1])
         else:
-            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, block.layer.mixer.inputs)
-            if (own := block.layer.parallel) is not None:
+            inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, layer.mixer.inputs)
+            if (own := layer.parallel) is not None:
                 own_inputs = linear.rmsnorm_linear(stream, config.input_norm_eps, own.inputs)
                 beside = mixers[config.recurrent](block.parallel_place, own, own_inputs)
                 stream = with_parallel(config, own, beside, stream)
-            mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
-            stream = output_and_mlp(config, block.layer, block.feed, mixed, stream, norms[i + 1])
+            mixed = mixers[block.mixer](block.place, layer.mixer, inputs)
+            stream = output_and_mlp(config, layer, block.feed, mixed, stream, norms[i + 1])
         part = None if parts is None else parts[:, i]
-        stream = layer_end(config, block.layer, part, stream, norms[i + 1])
+        stream = layer_end(config, layer, part, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:
         streams.append(stream.whole)
     hidden = layers.rms_norm(stream.whole, weights.final_norm, config.rms_eps)

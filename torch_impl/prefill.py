@@ -19,7 +19,7 @@ from torch_impl.ops.recurrent import recurrent_state
 from torch_impl.ops.sampling import logprobs, sampling
 from torch_impl.ops.sampling.sampling import SampledTokens
 from torch_impl.ops.trees import draft_tree, ngram, slot_state
-from torch_impl.step_context import Step, logprobs_of, ranking
+from torch_impl.step_context import Step, adapter_slots, logprobs_of, ranking
 
 
 def count_tokens(step: Step) -> Fields:
@@ -69,9 +69,10 @@ def _read_prompts(step: Step, prompts: PrefillChunks) -> tuple[Forward, Bool[Ten
     """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     target, state, plan = step.context.model, step.context.state, step.plan
     tokens, shown = prompts.tokens, _shown(step, prompts.sources)
+    slots = adapter_slots(step, prompts.rows.request)
     rows = replace(prompts.rows, window_page_tables=plan.window_page_tables)
     if state.delta is None:
-        passed = model.forward(target, tokens, shown, rows, state.kv, None, step.streams)
+        passed = model.forward(target, tokens, shown, rows, state.kv, None, step.streams, slots)
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - step.lengths
@@ -88,7 +89,8 @@ def _read_prompts(step: Step, prompts: PrefillChunks) -> tuple[Forward, Bool[Ten
         save_after=save_after,
         save=torch.where(is_saved, plan.save, 0),
     )
-    return model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams), is_saved
+    passed = model.forward(target, tokens, shown, rows, state.kv, mixer, step.streams, slots)
+    return passed, is_saved
 
 
 def _count_prompts(step: Step, prompts: PrefillChunks) -> None:

@@ -109,6 +109,17 @@ def logprobs_of(
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
+def adapter_slots(step: Step, request: Int[Tensor, " R"]) -> Int[Tensor, " R"] | None:
+    """Returns the adapter slot of each row, or None if the program takes none.
+
+    Args:
+      step: The step.
+      request: Row of the plan of each flat row.
+    """
+    adapters = step.plan.adapters
+    return None if adapters is None else adapters[request]
+
+
 def mrope_deltas(step: Step) -> Int[Tensor, " B"] | None:
     """Returns the M-RoPE position delta of each row, or None for a text-only model."""
     images = step.context.state.images

@@ -39,6 +39,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.draft_sources import DraftSources
+from shared.boundary.grammar_bitmask import GrammarBitmask
 from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
 from shared.boundary.ngram_table import NgramScopes, NgramTableSpec
 from shared.boundary.program import (
@@ -54,6 +55,7 @@ from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.boundary.transfer_spec import ExportKV, ImportKV, TransferSpec, TransferWords
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.models.adapter_pool import AdapterPool
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat
@@ -88,6 +90,7 @@ class BackendLimits:
       window_pools: Page pools of sliding-window layers, by ascending window. All other layers, and
         those of drafters, use the `num_pages` pages.
       transfer: Entries of KV transfer; None if no program exports or imports them.
+      num_adapters: Adapter slots besides slot 0, which means none.
 
     Raises:
       ValueError: The accept rule requires chains and a program verifies trees; or it is combined
@@ -112,6 +115,7 @@ class BackendLimits:
     texts: NgramTableSpec | None = None
     window_pools: tuple[WindowPool, ...] = ()
     transfer: TransferSpec | None = None
+    num_adapters: int = 0
 
     def __post_init__(self) -> None:
         check_ascending(self.window_pools)
@@ -208,6 +212,7 @@ class BackendSpec:
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
       formats: Formats of the parameters that stay quantised, by name.
       ranks: The tensor-parallel group, and the rank of this backend in it.
+      adapters: LoRA adapters of the target; None without.
     """
 
     config: ModelConfig
@@ -218,6 +223,7 @@ class BackendSpec:
     captured: tuple[StepKind, ...] = CAPTURED
     formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
     ranks: TPGroup = SINGLE_RANK
+    adapters: AdapterPool | None = None
 
     @property
     def share(self) -> BackendSpec:
@@ -319,17 +325,6 @@ class CountPromptTokens:
 
 
 @dataclass(frozen=True)
-class GrammarBitmask:
-    """Token bitmasks of grammars, as in `spec.masks`: node (b, n) uses mask `index[b, n]`.
-
-    Mask 0 allows every token. There is one more mask for each verify row.
-    """
-
-    bits: Int32[np.ndarray, "Q words"]
-    index: Int32[np.ndarray, "B N"]
-
-
-@dataclass(frozen=True)
 class StepPlan:
     """One step. Every array is a view into `buffer`.
 
@@ -349,6 +344,7 @@ class StepPlan:
       snapshots: Recurrent state to restore and to save.
       mask: Grammar bitmasks; None if the program takes none.
       texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
+      adapters: Adapter slot of each row, 0 for none; None if the program takes none.
     """
 
     program: Program
@@ -364,6 +360,7 @@ class StepPlan:
     mask: GrammarBitmask | None
     texts: NgramScopes | None = None
     window_page_tables: Int32[np.ndarray, "W B P"] | None = None
+    adapters: Int32[np.ndarray, " B"] | None = None
 
     @property
     def page_tables(self) -> list[Int32[np.ndarray, "B P"]]:

@@ -18,13 +18,13 @@ from shared.boundary.backend import (
     CountPromptTokens,
     Decode,
     DraftOnly,
-    GrammarBitmask,
     HostDraft,
     Prefill,
     StepPlan,
     StepResult,
 )
 from shared.boundary.draft_sources import DraftSources
+from shared.boundary.grammar_bitmask import GrammarBitmask
 from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.program import Program, ProgramFeature, StepKind
@@ -161,6 +161,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
             ("draft_tree_forced", (B,)),
         ]
     rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
+    rows += [("adapters", (B,))] * program.has(ProgramFeature.LORA)
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     if capacity.texts is not None:
         rows += [("text_scopes", (B, 2))]
@@ -319,6 +320,7 @@ def plan_in(
         mask=mask,
         texts=texts,
         window_page_tables=at.get("window_page_tables"),
+        adapters=at.get("adapters"),
     )
 
 

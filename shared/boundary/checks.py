@@ -10,6 +10,9 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.transfer_spec import TRANSFERS, TransferSpec
 from shared.drafts.drafter_spec import DrafterSpec
 
+ADAPTED = (StepKind.PREFILL, StepKind.DECODE)
+"""Kinds of steps that run the target, so that their rows may have adapters."""
+
 
 def check_capacity(
     capacity: BackendLimits, drafts: DrafterSpec, has_mtp: bool, has_vision_encoder: bool
@@ -36,6 +39,8 @@ def check_capacity(
             "n-gram drafting on the device requires an n-gram table, and a table requires "
             "n-gram drafting"
         )
+    if any(x.has(ProgramFeature.LORA) for x in capacity.programs) != bool(capacity.num_adapters):
+        raise ValueError("adapter slots require programs with adapters, and these require slots")
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores, capacity.transfer)
         if program.work is StepKind.ENCODE:
@@ -63,6 +68,8 @@ def _check_program(
         raise ValueError(
             f"prompt logprobs require a prefill and max_scores of at least 1, got {program}"
         )
+    if program.has(ProgramFeature.LORA) and program.work not in ADAPTED:
+        raise ValueError(f"adapters require a prefill or a decode, got {program}")
     if program.has(ProgramFeature.NGRAM_DRAFTS) is not bool(shape.copied):
         raise ValueError(
             f"n-gram drafts and a tree shape with room for them require each other, got {program}"

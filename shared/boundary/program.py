@@ -48,6 +48,7 @@ class ProgramFeature(Flag):
       LOGPROBS: The result contains logprobs of the rows that the plan selects.
       SCORES: The result of a prefill contains the logprobs of all prompt tokens.
       TEXTS: The device drafts from its n-gram table, not with a drafter.
+      LORA: The plan contains the adapter slots of the rows.
     """
 
     NONE = 0
@@ -57,9 +58,15 @@ class ProgramFeature(Flag):
     PROMPT_LOGPROBS = 8
     NGRAM_DRAFTS = 16
     DEVICE_NGRAM = 32
+    LORA = 64
 
 
-OF_A_PLAN = ProgramFeature.HOST_DRAFT | ProgramFeature.MASK | ProgramFeature.NGRAM_DRAFTS
+OF_A_PLAN = (
+    ProgramFeature.HOST_DRAFT
+    | ProgramFeature.MASK
+    | ProgramFeature.NGRAM_DRAFTS
+    | ProgramFeature.LORA
+)
 """Features that are inputs: a program with one of them requires it in every plan. The other
 features only add outputs, which a plan may ignore."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan, StepResult
 from shared.boundary.transfer_spec import TRANSFERS
@@ -23,11 +24,19 @@ from shared.engine.kv_transfer import KVTransfer
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
-from shared.engine.request import Event, FinishReason, InvalidRequestError, Request
+from shared.engine.request import (
+    AdapterSlot,
+    Event,
+    FinishReason,
+    InvalidRequestError,
+    Request,
+)
 from shared.engine.rows import ScheduledRows
 from shared.engine.scheduler import Scheduler
 from shared.engine.step_trace import trace_of
 from shared.spec.logprobs import PromptLogprobs
+
+NO_ADAPTERS: Mapping[str, AdapterSlot] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ class Engine:
       chunked_prefill_size: Maximum prompt tokens of a step.
       cache: Settings of the prefix cache.
       transfer_fingerprint: See `KVTransfer`; required if the backend has its programs.
+      adapters: LoRA adapters of the backend, by name.
 
     Attributes:
       transfer: Exports and imports of cached prefixes; None if the backend has no programs for it.
@@ -88,11 +98,13 @@ class Engine:
         chunked_prefill_size: int,
         cache: CachePolicy,
         transfer_fingerprint: str = "",
+        adapters: Mapping[str, AdapterSlot] = NO_ADAPTERS,
     ) -> None:
         capacity = backend.capacity
         if not 0 <= overlap <= capacity.overlap:
             raise ValueError(f"overlap must be in 0..{capacity.overlap}, got {overlap}")
         self.backend, self.controller, self._overlap = backend, controller, overlap
+        self._adapters = adapters
         self._request_limits = RequestLimits.of(capacity, capacity.context_length)
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
@@ -152,6 +164,10 @@ class Engine:
             raise InvalidRequestError("request_id", f"request_id {request.request_id} is taken")
         limits = self._request_limits
         check(request.prompt, request.sampling, limits, images=request.images)
+        if name := request.sampling.lora:
+            if name not in self._adapters:
+                raise InvalidRequestError("model", f"adapter {name!r:.200} is not loaded")
+            request.adapter = self._adapters[name]
         if request.images:
             assert limits.image_token is not None  # checked above
             request.mrope = MropePositions.of(request.prompt, limits.image_token, request.images)

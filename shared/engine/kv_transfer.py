@@ -30,6 +30,7 @@ from shared.engine.image_inputs import CacheKeyImage, overlapping
 from shared.engine.page_pool import NO_PAGES, PagePool
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.radix_node import NO_SNAPSHOT, Node
+from shared.engine.request import CacheNamespace
 from shared.engine.transfer_jobs import (
     ExportJob,
     ImportJob,
@@ -139,7 +140,7 @@ class KVTransfer:
         """
         header = record.header
         self._check(header)
-        path = self._cache.tree.path(header.tenant, header.tokens, header.images)
+        path = self._cache.tree.path(CacheNamespace(header.tenant), header.tokens, header.images)
         if len(path) == header.num_pages == self._cache.num_restorable(path):
             tables = self._nothing
             steps = TransferSteps(self._imports, tables, 0, NO_SNAPSHOT)
@@ -187,7 +188,8 @@ class KVTransfer:
 
     def _path(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> list[Node]:
         """Returns the longest cached prefix after which a request with these tokens can start."""
-        path = self._cache.tree.path(tenant, np.asarray(tokens, np.int32), images)
+        namespace = CacheNamespace(tenant)
+        path = self._cache.tree.path(namespace, np.asarray(tokens, np.int32), images)
         path = path[: (len(tokens) - 1) // self._capacity.page_size]  # it prefills a token or more
         return path[: self._cache.num_restorable(path)]
 

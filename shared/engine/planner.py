@@ -11,6 +11,7 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import BackendLimits, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
+from shared.boundary.checks import ADAPTED
 from shared.boundary.program import OF_A_PLAN, Program, ProgramFeature, StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.ngram_scope import scope_of
@@ -46,6 +47,7 @@ class Planner:
         self._sampling = neutral(capacity, capacity.num_slots)
         self._reports = np.zeros(capacity.num_slots, np.int32)
         self._scopes = np.zeros((capacity.num_slots, 2), np.int32)
+        self._adapters = np.zeros(capacity.num_slots, np.int32)
         self._binding = 0
         self._held: dict[Program, PreparedPlan] = {}
         self._by_kind: dict[
@@ -64,6 +66,7 @@ class Planner:
         at, slot, sampling = self._sampling, request.slot, request.sampling
         self._binding += 1
         self._reports[slot] = sampling.logprobs is not None
+        self._adapters[slot] = 0 if request.adapter is None else request.adapter.slot
         if self._capacity.texts is not None:
             self._scopes[slot] = scope_of(request, self._capacity.texts)
         at.temperature[slot] = sampling.temperature
@@ -157,6 +160,8 @@ class Planner:
         plan.slots[:count] = slots
         self._fill_pages(plan, slots)
         plan.reports[:count] = self._reports[slots]
+        if plan.adapters is not None:
+            plan.adapters[:count] = self._adapters[slots]
         if plan.texts is not None:
             plan.texts.scopes[:count] = self._scopes[slots]
         for name in _SAMPLING_FIELDS:
@@ -190,6 +195,9 @@ def _brought(rows: ScheduledRows) -> ProgramFeature:
         ProgramFeature.NGRAM_DRAFTS: rows.copies,
         ProgramFeature.MASK: rows.masks,
     }
+    if rows.work in ADAPTED:
+        adapters = (request.adapter for request in rows.requests)
+        brought[ProgramFeature.LORA] = next(filter(None, adapters), None)
     return reduce(
         operator.or_, (e for e, of in brought.items() if of is not None), ProgramFeature.NONE
     )

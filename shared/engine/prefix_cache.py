@@ -150,7 +150,7 @@ class PrefixCache:
         if not self.policy.is_on or (request.sampling.has_penalties and not self._counts):
             return self._prefix([], 0)
         most = request.max_cached_tokens // self._page_size
-        path = self.tree.path(request.tenant, request.tokens(), request.images)[:most]
+        path = self.tree.path(request.namespace, request.tokens(), request.images)[:most]
         longest = self.num_restorable(path)
         return self._prefix(path[:longest], self._fork_of(path))
 
@@ -219,7 +219,7 @@ class PrefixCache:
         where they diverge.
         """
         for other in self._standing.values():
-            if other.request.tenant == request.tenant and not self._is_fed(other):
+            if other.request.namespace == request.namespace and not self._is_fed(other):
                 common = self._common(request, other)
                 if common < max(prefix.length, other.num_prefilled) + WORTH_WAITING:
                     continue
@@ -309,7 +309,7 @@ class PrefixCache:
         """Attaches a prompt's snapshot to its node in the tree, or keeps it until the node
         exists.
         """
-        path = self.tree.path(request.tenant, request.context[: at + 1], request.images)
+        path = self.tree.path(request.namespace, request.context[: at + 1], request.images)
         if len(path) * self._page_size == at:
             self.tree.snapshots.attach(snapshot, path[-1])
         else:
@@ -393,13 +393,13 @@ class PrefixCache:
             return
         pages = self.allocator.pages.page_table[request.slot, :count]
         whole = whole_pages(standing, self.policy.draft_reads_kv, self._page_size, count)
-        tenant, images = request.tenant, request.images
+        namespace, images = request.namespace, request.images
         standing.node = self.tree.insert(
-            tenant, below, tokens, pages, whole, images, is_running=is_running
+            namespace, below, tokens, pages, whole, images, is_running=is_running
         )
         if windows := self.allocator.windows:
             held = [pool.page_table[request.slot, :count] for pool in windows]
-            self.tree.attach_window_pages(request.tenant, below, tokens, held, request.images)
+            self.tree.attach_window_pages(namespace, below, tokens, held, request.images)
 
     def _hang(self, node: Node | None, at: int, snapshot: int) -> None:
         """Attaches a snapshot to the node that ends at its position, `node` or an ancestor."""

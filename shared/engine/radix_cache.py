@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -50,8 +50,8 @@ class RadixCache:
     def __init__(self, allocator: Allocator, key_reach: int) -> None:
         self._allocator, self._key_reach = allocator, key_reach
         self._page_size = allocator.capacity.page_size
-        self.roots: dict[str, Node] = {}
-        self._salts: dict[Node, str] = {}
+        self.roots: dict[Hashable, Node] = {}
+        self._salts: dict[Node, Hashable] = {}
         self._clock = 0
         self._num_nodes = self._num_locked = 0
         self._heap: list[tuple[int, int, Node]] = []
@@ -78,7 +78,7 @@ class RadixCache:
     # Reading
 
     def path(
-        self, salt: str, tokens: Int32[np.ndarray, " T"], images: Sequence[CacheKeyImage] = ()
+        self, salt: Hashable, tokens: Int32[np.ndarray, " T"], images: Sequence[CacheKeyImage] = ()
     ) -> list[Node]:
         """Returns the nodes of the longest cached prefix of a sequence, first to last.
 
@@ -151,7 +151,7 @@ class RadixCache:
 
     def insert(
         self,
-        salt: str,
+        salt: Hashable,
         below: Node | None,
         tokens: Int32[np.ndarray, " T"],
         pages: Int32[np.ndarray, " n"],
@@ -204,7 +204,7 @@ class RadixCache:
 
     def attach_window_pages(
         self,
-        salt: str,
+        salt: Hashable,
         below: Node | None,
         tokens: Int32[np.ndarray, " T"],
         pages: Sequence[Int32[np.ndarray, " n"]],
@@ -246,7 +246,7 @@ class RadixCache:
             for i, nodes in enumerate(seen)
         )
 
-    def _root(self, salt: str) -> Node:
+    def _root(self, salt: Hashable) -> Node:
         if salt not in self.roots:
             self.roots[salt] = root = Node(None, b"", 0, 0, True)
             self._salts[root] = salt

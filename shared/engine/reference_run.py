@@ -101,6 +101,7 @@ class ReferenceRunner:
             tenant=request.tenant,
             images=request.images,
             mrope=request.mrope,
+            adapter=request.adapter,
         )
         replay.assign_slot(self._allocator.take_slot())
         self._planner.write_request_row(replay)

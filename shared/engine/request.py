@@ -43,6 +43,7 @@ class SamplingParams:
       max_draft_tokens: Maximum draft nodes per step; None for the shape's limit.
       traces: True to add a step trace to its events.
       grammar: Grammar of the output, see `shared.text.grammar`; None without one.
+      lora: Name of the LoRA adapter; empty for the base model.
     """
 
     temperature: float = 1.0
@@ -62,6 +63,7 @@ class SamplingParams:
     max_draft_tokens: int | None = None
     traces: bool = False
     grammar: str | None = None
+    lora: str = ""
 
     @property
     def has_penalties(self) -> bool:
@@ -69,6 +71,33 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+
+class CacheNamespace(NamedTuple):
+    """Namespace of cached prefixes, which requests of other namespaces never find.
+
+    Attributes:
+      tenant: Tenant.
+      adapter, version: Name and version of the LoRA adapter; empty for the base model.
+    """
+
+    tenant: str
+    adapter: str = ""
+    version: str = ""
+
+
+class AdapterSlot(NamedTuple):
+    """A LoRA adapter in device memory.
+
+    Attributes:
+      name: Its name.
+      version: Digest of its files.
+      slot: Its adapter slot, at least 1.
+    """
+
+    name: str
+    version: str
+    slot: int
 
 
 class StepTrace(NamedTuple):
@@ -152,6 +181,7 @@ class Request:
       constraint: Grammar state; None without a grammar.
       images: Images of the prompt, in order; each has an image token per row of its embeddings.
       mrope: M-RoPE positions of its prompt; None without images.
+      adapter: LoRA adapter; None for the base model.
       arrival: Number in the order of arrival.
       began: Time of creation, by the monotonic clock.
       output: Tokens committed so far.
@@ -179,6 +209,7 @@ class Request:
     constraint: GrammarState | None = None
     images: tuple[PromptImage, ...] = ()
     mrope: MropePositions | None = None
+    adapter: AdapterSlot | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -197,6 +228,13 @@ class Request:
     min_in_flight_tokens: int = 0
     finish_reason: FinishReason | None = None
     _scores: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> CacheNamespace:
+        """Namespace of its cached prefixes."""
+        if self.adapter is None:
+            return CacheNamespace(self.tenant)
+        return CacheNamespace(self.tenant, self.adapter.name, self.adapter.version)
 
     @property
     def length(self) -> int:

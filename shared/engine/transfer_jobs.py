@@ -18,6 +18,7 @@ from shared.boundary.transfer_spec import ImportKV
 from shared.engine.cache_entry import TransferLease
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.radix_node import NO_SNAPSHOT
+from shared.engine.request import CacheNamespace
 
 CANCELLED = "cancelled"
 """Failure of a job that was cancelled."""
@@ -264,7 +265,8 @@ class ImportJob(TransferJob):
         """Holds the imported prefix, if this was requested."""
         if self._holds:
             header, cache = self.header, self._context.cache
-            path = cache.tree.path(header.tenant, header.tokens, header.images)
+            namespace = CacheNamespace(header.tenant)
+            path = cache.tree.path(namespace, header.tokens, header.images)
             self.held = cache.transfers.hold(path[: header.num_pages])
 
     def _fill(self, plan: StepPlan, pages: range) -> None:
@@ -286,11 +288,11 @@ class ImportJob(TransferJob):
 
     def _finish(self) -> None:
         header, tree = self.header, self._context.cache.tree
-        tenant, tokens, images = header.tenant, header.tokens, header.images
+        salt, tokens, images = CacheNamespace(header.tenant), header.tokens, header.images
         pages, *windows = self._tables
-        node = tree.insert(tenant, None, tokens, pages, header.is_whole, images, is_running=False)
+        node = tree.insert(salt, None, tokens, pages, header.is_whole, images, is_running=False)
         if windows:
-            tree.attach_window_pages(tenant, None, tokens, windows, images)
+            tree.attach_window_pages(salt, None, tokens, windows, images)
         if self._lease.snapshot:
             assert node is not None  # of the last page
             tree.snapshots.attach(self._lease.snapshot, node)

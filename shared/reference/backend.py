@@ -1,7 +1,7 @@
 """Reference backend: runs step plans in numpy with the specifications, on one worker thread."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,17 +14,18 @@ from shared.boundary.backend import (
     CountPromptTokens,
     Decode,
     DraftOnly,
-    GrammarBitmask,
     Prefill,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.grammar_bitmask import GrammarBitmask
 from shared.boundary.images import EncodeImage
 from shared.boundary.program import LaunchMode, Program, ProgramFeature
 from shared.boundary.transfer_spec import ExportKV, ImportKV
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.models.adapter_pool import AdapterStack
 from shared.models.config import ModelConfig
 from shared.reference import ngram
 from shared.reference.commit import commit
@@ -49,6 +50,7 @@ from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, draft_tree, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
+from shared.spec.lora import AdapterWeights, BatchAdapters
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.model import Weights
 from shared.spec.tree_growth import DraftRequests
@@ -68,6 +70,7 @@ class ReferenceBackend:
         drafts: DrafterSpec,
         draft_weights: Weights | None,
         tower_weights: Weights | None = None,
+        adapters: Mapping[str, AdapterStack] | None = None,
     ) -> None:
         """Allocates the pools of `capacity`.
 
@@ -76,6 +79,7 @@ class ReferenceBackend:
           draft_weights: Weights of a draft head or draft model; else None.
           tower_weights: Weights of the vision encoder, by the names of
             `shared.models.vision_parameters`.
+          adapters: Adapters by parameter, in the slots of the pool; None without.
 
         Raises:
           ValueError: See `shared.boundary.checks.check_capacity`.
@@ -87,6 +91,10 @@ class ReferenceBackend:
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._tower = tower_weights
+        self._adapters = {
+            name: AdapterWeights(x.a, x.b, x.scales, x.factors, x.parts)
+            for name, x in (adapters or {}).items()
+        }
         self._drafter = drafter_of(self._blueprint, weights, draft_weights, lambda: self.state.kv)
         self._columns = (draft_weights or {}).get("draft_ids")
         if drafts.token_map is not None:
@@ -186,6 +194,12 @@ class ReferenceBackend:
             self._count(batch, b, tokens, int(work.first_positions[row]))
         return {}
 
+    def _lora(self, batch: Batch, rows: slice) -> BatchAdapters | None:
+        """Returns the adapters of some rows; None if the program takes none."""
+        if batch.adapters is None:
+            return None
+        return BatchAdapters(self._adapters, batch.adapters[rows])
+
     def _logits(self, hidden: model.Hidden) -> Float[np.ndarray, "R vocab"]:
         return model.logits(self._config, self._weights, hidden)
 
@@ -270,6 +284,7 @@ class ReferenceBackend:
             seen.shown,
             seen.turns,
             {size: pages[b : b + 1] for size, pages in batch.window_page_tables.items()},
+            lora=self._lora(batch, slice(b, b + 1)),
         )
         self.state.kv = forward.kv
         put(self.state.delta, slot, state)
@@ -309,6 +324,7 @@ class ReferenceBackend:
             work.shape.rows,
             batch.deltas,
             batch.window_page_tables,
+            lora=self._lora(batch, slice(None)),
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)

@@ -7,8 +7,9 @@ from functools import partial
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, UInt32
 
-from shared.boundary.backend import GrammarBitmask, Prefill, StepPlan
+from shared.boundary.backend import Prefill, StepPlan
 from shared.boundary.buffers import SCORES
+from shared.boundary.grammar_bitmask import GrammarBitmask
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.snapshots import Snapshots
 from shared.boundary.window_pools import WindowPool
@@ -45,6 +46,7 @@ class Batch:
       deltas: M-RoPE position delta of each row before the step; None for a text-only model.
       texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
       window_page_tables: Pages of each row in the window pools, by sliding window.
+      adapters: Adapter slot of each row; None if the program takes none.
     """
 
     index: Int[np.ndarray, " B"]
@@ -59,6 +61,7 @@ class Batch:
     deltas: Int32[np.ndarray, " B"] | None
     texts: NgramScopes | None
     window_page_tables: WindowPageTables
+    adapters: Int32[np.ndarray, " B"] | None
 
     @classmethod
     def of(
@@ -91,6 +94,7 @@ class Batch:
                 pool.window: table[index]
                 for pool, table in zip(windows, plan.page_tables[1:], strict=True)
             },
+            adapters=None if plan.adapters is None else plan.adapters[index],
         )
 
     def page_tables_of(self, pools: Sequence[CachePool]) -> list[Int32[np.ndarray, "B P"]]:

@@ -232,13 +232,13 @@ def test_incomplete_draft_kv_travels_with_record():
     prompt = tokens(1, PROMPT)
     source = make("head")
     serve(source, request(prompt, max_draft_tokens=0))
-    path = source.cache.tree.path("", np.array(prompt, np.int32))
+    path = source.cache.tree.path(("", "", ""), np.array(prompt, np.int32))
     path[20].is_whole = False
     record = received(exported(source, prompt))
     assert [i for i, whole in enumerate(record.header.is_whole) if not whole] == [20]
     sink = make("head")
     imported(sink, record)
-    path = sink.cache.tree.path("", np.array(prompt, np.int32))
+    path = sink.cache.tree.path(("", "", ""), np.array(prompt, np.int32))
     assert [i for i, node in enumerate(path) if not node.is_whole] == [20]
 
 

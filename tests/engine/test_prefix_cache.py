@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.radix_cache import RadixCache
-from shared.engine.request import FinishReason
+from shared.engine.request import CacheNamespace, FinishReason
 from tests.support.cached_traffic import (
     KINDS,
     UNIT,
@@ -26,6 +26,8 @@ from tests.support.toy_backend import POISON
 # Chains with overlap 1, random shapes with overlap 0 and 2; other pairs are matrix tests.
 STEPS = [(True, 0), (False, 1), (True, 2)]
 STEPS += [pytest.param(not plain, n, marks=pytest.mark.matrix) for plain, n in STEPS]
+
+BASE = CacheNamespace("")
 
 
 @pytest.mark.parametrize(("any_shape", "overlap"), STEPS)
@@ -239,7 +241,7 @@ def test_evicted_state_makes_page_hit_unusable():
     for turn in range(16):
         serve(engine, request(tokens(200 + turn, 65), max_tokens=1))
     again = request(list(first.prompt))
-    assert len(engine.cache.tree.path("", again.tokens())) * 4 >= 144, "its pages are cached"
+    assert len(engine.cache.tree.path(BASE, again.tokens())) * 4 >= 144, "its pages are cached"
     serve(engine, again)
     assert again.cached_tokens == 0
 
@@ -282,7 +284,7 @@ def test_prefix_cache_evicts_lru_leaf_pages_first():
     assert before == 40
     big = request(tokens(30, 110), max_tokens=1)
     serve(engine, big)
-    held = [len(engine.cache.tree.path("", np.array(prompt, np.int32))) for prompt in prompts]
+    held = [len(engine.cache.tree.path(BASE, np.array(prompt, np.int32))) for prompt in prompts]
     assert held[0] == 10
     assert held[3] == 10
     assert held[1] < 10

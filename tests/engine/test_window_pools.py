@@ -13,7 +13,7 @@ from shared.boundary.buffers import empty_plan, plan_layout
 from shared.boundary.window_pools import WindowPool, max_slot_pages, max_visible_pages
 from shared.engine.allocator import Allocator
 from shared.engine.page_pool import PagePool
-from shared.engine.request import FinishReason
+from shared.engine.request import CacheNamespace, FinishReason
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
 from tests.support.cached_traffic import family, give_back_all, make, request, serve, tokens
@@ -207,13 +207,13 @@ def test_cached_prefix_reused_while_window_pages_stay():
     serve(engine, first)
     serve(engine, again)
     assert (first.cached_tokens, again.cached_tokens) == (0, 196)
-    (held,) = [engine.cache.tree.path("", np.array(prompt, np.int32))]
+    (held,) = [engine.cache.tree.path(CacheNamespace(""), np.array(prompt, np.int32))]
     engine.cache.tree.windows[1].evict(1000)  # window 6
     later = request(prompt, max_tokens=4)
     serve(engine, later)
     assert later.cached_tokens == 0, "the pages are cached, but not those of one window"
     assert [node.page for node in held] == [
-        node.page for node in engine.cache.tree.path("", np.array(prompt, np.int32))
+        node.page for node in engine.cache.tree.path(CacheNamespace(""), np.array(prompt, np.int32))
     ]
 
 

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
-from shared.models.lora import Adapter, AdapterShapes, adaptable, base_weights
+from shared.models.lora import Adapter
+from shared.models.lora_shapes import AdapterShapes, adaptable, base_weights
 from shared.models.parameter_arrays import shard_array
 from shared.models.parameters import parameters
 from shared.models.weight_files import CheckpointError
@@ -204,7 +205,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, np.ndarray]], None], str]] = {
 def checked(folder: Path, base: Path) -> BatchAdapters:
     config, adapter = config_from_folder(base), Adapter(folder)
     adapter.check(parameters(config, False), config.name)
-    return batch_adapters([adapter], base, config, [1])
+    return batch_adapters([folder], base, [1])
 
 
 @pytest.mark.parametrize("fault", TENSORS)

@@ -1,13 +1,17 @@
 """Accumulation of rows with adapters: independent of other rows, and equal to merged weights."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from shared.spec import linear
-from shared.spec.linear import Matrix
+from shared.spec.linear import Matrix, NormedStream
 from shared.spec.lora import AdapterWeights, RowAdapters, adapted, expand, shrink
+from tests.support.implementations import Implementation, each_implementation
 
 SLOTS, RANK, INPUTS, PARTS = 3, 4, 12, (6, 3, 3)
 OUTPUTS, RANKS = sum(PARTS), RANK * len(PARTS)
@@ -20,8 +24,8 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def adapters(seed: int = 0) -> AdapterWeights:
     """Random adapters; those of slot 2 are huge."""
     a, b = normal(seed, SLOTS, RANKS, INPUTS), normal(seed + 1, SLOTS, OUTPUTS, RANK)
-    a[1] *= 1e18
-    b[1] *= 1e18
+    a[1] *= 1e9
+    b[1] *= 1e9
     scales = np.full((SLOTS, RANKS), 0.5, np.float32)
     factors = 1 + normal(seed + 2, SLOTS, OUTPUTS) ** 2
     factors[0] = 1
@@ -125,3 +129,56 @@ def test_adapters_of_layer_are_selected():
         X, replace(Matrix.plain(2 * WEIGHT.values), lora=RowAdapters(layers[1], ROWS))
     )
     np.testing.assert_array_equal(got, want)
+
+
+NORM = 1 + normal(14, INPUTS) / 4
+STREAM = linear.stream(X, NORM)
+BACK = NormedStream(normal(15, len(X), OUTPUTS), None)
+
+
+OPERATIONS: dict[str, Callable[[Any, Matrix], Any]] = {
+    "product": lambda ops, weight: ops.product(X, weight),
+    "product_float32": lambda ops, weight: ops.product_float32(X, weight, 0.5),
+    "rmsnorm_linear": lambda ops, weight: ops.rmsnorm_linear(STREAM, 1e-6, weight),
+    "linear_add": lambda ops, weight: ops.linear_add(X, weight, BACK, 0.5),
+    "act_and_mul_linear": lambda ops, weight: ops.act_and_mul_linear(STREAM, 1e-6, weight),
+}
+
+
+def rows(result: np.ndarray | NormedStream) -> np.ndarray:
+    return result.rows if isinstance(result, NormedStream) else result
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@each_implementation
+def test_products_with_adapters_match_spec(name: str, implementation: Implementation) -> None:
+    biased = replace(WEIGHT, bias=normal(16, OUTPUTS), lora=RowAdapters(adapters(), ROWS))
+    got = rows(OPERATIONS[name](implementation("linear"), biased))
+    want = rows(OPERATIONS[name](linear, biased))
+    is_finite = ROWS != 2
+    assert np.isfinite(want[is_finite]).all()
+    # Float32 on both sides: only the order of the sums differs.
+    np.testing.assert_allclose(got[is_finite], want[is_finite], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@each_implementation
+def test_product_rows_ignore_neighbours(dtype: Any, implementation: Implementation) -> None:
+    """Rows keep their bits next to NaN adapters; those without one keep the plain product's."""
+    weights, x = adapters(), X.astype(dtype)
+    weight = Matrix.plain(WEIGHT.values.astype(dtype), bias=normal(16, OUTPUTS).astype(dtype))
+    weights = replace(weights, a=weights.a.astype(dtype), b=weights.b.astype(dtype))
+    broken = weights.b.copy()
+    broken[1] = np.nan
+    product = implementation("linear").product
+    plain = product(x, weight)
+    got = product(x, replace(weight, lora=RowAdapters(weights, ROWS)))
+    alone = replace(weights, b=broken)
+    for row in np.flatnonzero(ROWS != 2):
+        slots = np.full(len(X), 2)
+        slots[row] = ROWS[row]
+        one = product(x, replace(weight, lora=RowAdapters(alone, slots)))
+        assert one[row].tobytes() == got[row].tobytes()
+        assert np.isnan(one[slots == 2]).any()
+        is_plain = got[row].tobytes() == plain[row].tobytes()
+        assert is_plain == (ROWS[row] == 0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import cache_pools, layers, model, weights
+from jax_impl.adapters import adapters_on
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
@@ -35,6 +36,7 @@ from tests.support.golden_models import (
     golden_head_files,
     pool_of,
 )
+from tests.support.lora_files import adapter_stacks
 from tests.support.weight_formats import w8a8_of
 
 TOKENS = 160  # of the longest prompt, and padding
@@ -59,10 +61,15 @@ class JaxModel:
     """One request on one model."""
 
     def __init__(
-        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        *,
+        quantises: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         self._config = config_from_folder(folder, context_length)
-        self._passes = passes(folder, context_length, quantises)
+        self._passes = passes(folder, context_length, quantises, adapter)
         pool = (NUM_PAGES, PAGE_SIZE)
         pools = self._config.cache_pools
         self._kv = cache_pools.new_pools(pools, pool, np.float32)
@@ -125,7 +132,9 @@ class JaxModel:
 class Passes:
     """The compiled passes of one model, which all tests of the session share."""
 
-    def __init__(self, folder: Path, context_length: int | None, quantises: bool) -> None:
+    def __init__(
+        self, folder: Path, context_length: int | None, quantises: bool, adapter: Path | None
+    ) -> None:
         self._config = config = config_from_folder(folder, context_length)
         self._streams = tuple(range(config.num_layers + 1))
         cpu = jax.devices("cpu")[0]
@@ -137,15 +146,17 @@ class Passes:
         else:
             arrays = load_all(folder, config, config.has_mtp)
             self._arrays = weights.from_arrays(arrays, config, np.float32, cpu)
+        stacks = {} if adapter is None else adapter_stacks([adapter], folder)
+        self._arrays = self._arrays, adapters_on(stacks, np.float32, cpu)
         options = compiler_options(cpu, quick_compile=True)
         for name in ("prefill", "verify", "commit", "mtp"):
             jitted = jax.jit(getattr(self, f"_{name}"), compiler_options=options)
             setattr(self, name, partial(jitted, self._arrays))
 
     def _model(self, arrays) -> model.Model:
-        return model.Model.of(
-            self._config, weights.weights_of(self._config, arrays, False), SINGLE_RANK
-        )
+        arrays, adapters = arrays
+        read = weights.weights_of(self._config, arrays, False)
+        return model.Model.of(self._config, read, SINGLE_RANK, adapters)
 
     def _prefill(self, arrays, kv, state, tokens, positions, count, length, images):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
@@ -158,7 +169,8 @@ class Passes:
                 (SINK, row_starts, rows.request),
             )
             mixer = layers.PrefillMixer(self._config, SINGLE_RANK, *pools, *where, SINK, SINK)
-        passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams)
+        slots = jnp.ones_like(rows.request) if loaded.adapters else None
+        passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams, slots)
         after = None if mixer is None else mixer.carry[0]
         return _pass(loaded, passed), passed.kv, after
 
@@ -174,7 +186,8 @@ class Passes:
         if state is not None:
             nodes = recurrent_layer.TreeNodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.VerifyMixer(self._config, SINGLE_RANK, state, SINK, nodes, False)
-        passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
+        slots, tokens = jnp.ones_like(rows.request) if loaded.adapters else None, tokens[0, node]
+        passed = model.forward(loaded, tokens, None, rows, kv, mixer, self._streams, slots)
         kept = None if mixer is None else mixer.carry[1].kept
         return _pass(loaded, passed), passed.kv, kept
 
@@ -279,9 +292,11 @@ def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
 
 
 @cache
-def passes(folder: Path, context_length: int | None, quantises: bool) -> Passes:
+def passes(
+    folder: Path, context_length: int | None, quantises: bool, adapter: Path | None
+) -> Passes:
     """The compiled passes of a folder's model, which all tests of the session share."""
-    return Passes(folder, context_length, quantises)
+    return Passes(folder, context_length, quantises, adapter)
 
 
 def _causal_rows(count: jax.Array, first: jax.Array) -> attention.AttentionRows:

@@ -31,6 +31,7 @@ from shared.spec import (
 from shared.spec.draft_tree import TreeShape
 from shared.spec.linear import Matrix
 from shared.spec.tree_growth import DraftRequests
+from tests.support.lora_files import batch_adapters
 from tests.support.weight_formats import read_planes, w8a8_of
 
 PAGE_SIZE = 16
@@ -85,10 +86,18 @@ class Images:
 
 
 class GoldenModel(Protocol):
-    """One request on one model, in float32; where it quantises, rows are FP8 as weights are."""
+    """One request on one model, in float32; where it quantises, rows are FP8 as weights are.
+
+    With an adapter, the request has it.
+    """
 
     def __init__(
-        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        *,
+        quantises: bool = False,
+        adapter: Path | None = None,
     ) -> None: ...
 
     def prefill(self, tokens: Array, positions: Array | None, images: Images | None = None) -> Pass:
@@ -161,9 +170,15 @@ class SpecModel:
     """The specification as a golden model."""
 
     def __init__(
-        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        *,
+        quantises: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         self.config = config_from_folder(folder, context_length)
+        self._lora = None if adapter is None else batch_adapters([adapter], folder, [1])
         with_mtp = self.config.has_mtp
         self.weights = dict(load_all(folder, self.config, with_mtp))
         if quantises:
@@ -181,7 +196,7 @@ class SpecModel:
         if images is not None:
             shown, turns = layers.ImageEmbeds(images.pool, images.sources), images.turns
             self._delta = np.array([images.delta])
-        where = (tokens, row_starts, first, TABLE, shown, turns, {})
+        where = (tokens, row_starts, first, TABLE, shown, turns, {}, self._lora)
         passed, self._state = model.prefill(
             self.config, self.weights, self._kv, self._state, *where
         )
@@ -212,6 +227,7 @@ class SpecModel:
             rows,
             self._delta,
             {},
+            self._lora,
         )
         self._kv = passed.kv
         return self._pass(passed, len(tokens))

@@ -24,8 +24,10 @@ from tests.support.golden_models import (
     golden_head_files,
     pool_of,
 )
+from tests.support.lora_files import adapter_stacks
 from tests.support.weight_formats import w8a8_of
 from torch_impl import cache_pools, model, weights
+from torch_impl.adapters import adapters_on
 from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
@@ -65,11 +67,18 @@ class TorchModel:
     """One request on one model."""
 
     def __init__(
-        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        *,
+        quantises: bool = False,
+        adapter: Path | None = None,
     ) -> None:
         config = config_from_folder(folder, context_length)
         loaded = _loaded(folder, config, quantises)
-        self._model = model.Model.of(config, loaded, SINGLE_RANK)
+        stacks = {} if adapter is None else adapter_stacks([adapter], folder)
+        adapters = adapters_on(stacks, torch.float32, CPU)
+        self._model = model.Model.of(config, loaded, SINGLE_RANK, adapters)
         size = (NUM_PAGES, PAGE_SIZE)
         self._kv = cache_pools.new_pools(config.cache_pools, size, torch.float32, CPU)
         self._mtp_kv = new_kv(config, 1)
@@ -158,7 +167,8 @@ class TorchModel:
         mixer: PrefillMixer | VerifyMixer | None,
     ) -> Pass:
         given = (tokens, shown, rows, self._kv)
-        passed = model.forward(self._model, *given, mixer, self._streams)
+        slots = torch.ones_like(rows.request) if self._model.adapters else None
+        passed = model.forward(self._model, *given, mixer, self._streams, slots)
         logits = model.logits(self._model, passed.hidden)
         return Pass(logits.numpy(), passed.hidden.numpy(), torch.stack(passed.streams).numpy())
 

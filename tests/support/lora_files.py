@@ -3,16 +3,17 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from shared.models.adapter_pool import AdapterPool, AdapterStack
 from shared.models.checkpoint import open_checkpoint
-from shared.models.config import ModelConfig
-from shared.models.lora import Adapter, AdapterShapes, adaptable, base_weights, padded_rank
+from shared.models.families import config_from_folder
+from shared.models.lora import Adapter
+from shared.models.lora_shapes import adaptable, base_weights, padded_rank
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.stored_tensor import without_prefix
@@ -86,18 +87,19 @@ def module_names(base: Path, wanted: Iterable[Parameter]) -> list[str]:
     ]
 
 
-def batch_adapters(
-    adapters: Iterable[Adapter], base: Path, config: ModelConfig, slots: Iterable[int]
-) -> BatchAdapters:
+def adapter_stacks(
+    folders: Iterable[Path], base: Path, rank: int = 0, count: int = 1
+) -> dict[str, AdapterStack]:
+    """Returns adapters in the slots 1, 2, ..., or the shards of one of some TP ranks."""
+    loaded = {str(i): Adapter(folder) for i, folder in enumerate(folders)}
+    pool = AdapterPool(loaded, padded_rank(max(each.max_rank for each in loaded.values())))
+    wanted = parameters(config_from_folder(base), False)
+    shards = [each.shard(rank, count) for each in wanted]
+    return pool.stacks(shards, base_weights(open_checkpoint(base)))
+
+
+def batch_adapters(folders: Iterable[Path], base: Path, slots: Iterable[int]) -> BatchAdapters:
     """Returns adapters in the slots 1, 2, ... and the slot of each request."""
-    checkpoint, loaded = open_checkpoint(base), [*adapters]
-    wanted = adaptable(parameters(config, False))
-    rank = padded_rank(max(each.max_rank for each in loaded))
-    weights = {}
-    for parameter in wanted:
-        if any(each.adapts(parameter) for each in loaded):
-            shapes = AdapterShapes(parameter, rank)
-            made = [each.arrays(shapes, base_weights(checkpoint)) for each in loaded]
-            arrays = {x.name: np.stack([getattr(y, x.name) for y in made]) for x in fields(made[0])}
-            weights[parameter.name] = AdapterWeights(**arrays, parts=shapes.parts)
+    stacks = adapter_stacks(folders, base).items()
+    weights = {name: AdapterWeights(**vars(stack)) for name, stack in stacks}
     return BatchAdapters(weights, np.array([*slots]))

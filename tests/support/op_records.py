@@ -6,12 +6,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
 from shared.models.formats.plain import Plain
 from shared.spec import linear
+from shared.spec.lora import AdapterWeights, RowAdapters
 
+_ADAPTERS = AdapterWeights | RowAdapters
 T = TypeVar("T")
 
 
@@ -23,16 +26,25 @@ def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
     again = partial(mapped, leaf=leaf, module=module)
     if isinstance(value, linear.Matrix):
         bias, planes = again(value.bias), {name: again(x) for name, x in value.planes.items()}
+        matrix, lora = module_matrix(module), again(value.lora)
         if isinstance(value.format, Plain):  # of the dtype of the mapped values
-            return module_matrix(module).plain(planes["values"], bias=bias)
-        return module_matrix(module)(value.format, planes, bias=bias)
+            plain = matrix.plain(planes["values"], bias=bias)
+            return matrix(plain.format, plain.planes, bias=bias, lora=lora)
+        return matrix(value.format, planes, bias=bias, lora=lora)
     if names := _field_names(value):
-        record = getattr(module, type(value).__name__, type(value))
+        record = getattr(_home(value, module), type(value).__name__, type(value))
         known = inspect.signature(record).parameters
         return record(**{name: again(getattr(value, name)) for name in names if name in known})
     if isinstance(value, tuple):
         return tuple(map(again, value))
     return leaf(value)
+
+
+def _home(value: Any, module: ModuleType) -> ModuleType:
+    """The module of a record's twin: adapters of weights are records of `lora`."""
+    if not isinstance(value, _ADAPTERS) or hasattr(module, type(value).__name__):
+        return module
+    return import_module(module_matrix(module).__module__.replace("linear", "lora"))
 
 
 def module_matrix(module: ModuleType) -> Any:

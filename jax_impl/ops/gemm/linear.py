@@ -26,6 +26,7 @@ from jax_impl.ops import (
 )
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
+from jax_impl.ops.gemm.lora import RowAdapters, adapted
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
@@ -40,12 +41,14 @@ class Matrix(NamedTuple):
       format, planes: Format, and arrays of the weight by name; see `shared.models.formats`.
       layer: Index of the weight if the planes are stacks `[layers, out, in]`; `bias` is a stack
         then. A kernel reads the stack in place; a slice would be copied.
+      lora: Adapters of the rows, of this layer alone; None without.
     """
 
     format: WeightFormat
     planes: Mapping[str, Shaped[jax.Array, "..."]]
     layer: Place | None = None
     bias: Float[jax.Array, "*layers outputs"] | None = None
+    lora: RowAdapters | None = None
 
     @classmethod
     def plain(
@@ -70,13 +73,14 @@ class Matrix(NamedTuple):
             return self
         bias = None if self.bias is None else self.bias[self.layer]
         planes = {name: self.planes[name][self.layer] for name in reversed([*self.planes])}
-        return Matrix(self.format, planes, None, bias)
+        return Matrix(self.format, planes, None, bias, self.lora)
 
     @property
     def num_outputs(self) -> int:
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
+        assert not first or self.lora is None
         weight, begins = self.alone, partial(first_row, first, self.num_outputs)
         planes = {name: x[begins(len(x)) :] for name, x in weight.planes.items()}
         bias = None if weight.bias is None else weight.bias[first:]
@@ -85,19 +89,21 @@ class Matrix(NamedTuple):
     def at(self, place: Place) -> "Matrix":
         where = place if self.layer is None else (self.layer, place)
         planes = {name: x[where] for name, x in self.planes.items()}
-        return Matrix(self.format, planes, None, None if self.bias is None else self.bias[where])
+        bias = None if self.bias is None else self.bias[where]
+        return Matrix(self.format, planes, None, bias, self.lora and self.lora.at(place))
 
 
 def _flatten(matrix: Matrix) -> tuple[tuple[Any, ...], Any]:
     """Returns the arrays of a weight in the order of program arguments, and its structure."""
     values, *others = matrix.planes.values()
-    return (values, matrix.layer, matrix.bias, *others), (matrix.format, *matrix.planes)
+    arrays = (values, matrix.layer, matrix.bias, matrix.lora, *others)
+    return arrays, (matrix.format, *matrix.planes)
 
 
 jax.tree_util.register_pytree_node(
     Matrix,
     _flatten,
-    lambda s, x: Matrix(s[0], dict(zip(s[1:], (x[0], *x[3:]), strict=True)), x[1], x[2]),
+    lambda s, x: Matrix(s[0], dict(zip(s[1:], (x[0], *x[4:]), strict=True)), x[1], x[2], x[3]),
 )
 
 
@@ -138,7 +144,6 @@ class NormedStream(NamedTuple):
         scaled: Float[jax.Array, "R hidden"] | None = None,
         squares: Float[jax.Array, "R chunks"] | None = None,
     ) -> "NormedStream":
-        """Returns the stream with new rows and the same number of valid rows."""
         return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
 
     @property
@@ -158,7 +163,6 @@ def plain_stream(
     count: Int[jax.Array, " 1"] | None = None,
     group: TPGroup = SINGLE_RANK,
 ) -> NormedStream:
-    """Builds the residual stream at the start of a pass."""
     return NormedStream(rows, norm, count=count, group=group)
 
 
@@ -199,7 +203,6 @@ stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16, _stream_b
 def plain_product(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
-    """Multiplies each row by a weight; returns the outputs from `first` on."""
     return _sums(x, weight, first).astype(x.dtype)
 
 
@@ -215,7 +218,6 @@ product = kernel_or_reference(kernel_product, plain_product, is_bfloat16)
 def plain_product_float32(
     x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[jax.Array, "R outputs"]:
-    """Same as `product` times a factor, but the result stays float32."""
     return _times(_sums(x, weight), factor)
 
 
@@ -231,7 +233,6 @@ product_float32 = kernel_or_reference(kernel_product_float32, plain_product_floa
 def plain_rmsnorm_linear(
     stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
     rows, norm = stream.whole, stream.norm
     if eps is not None:
         rows = layers.rms_norm(rows, alone(norm), eps)
@@ -254,7 +255,6 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    """Adds the GEMM of the rows with a weight, times a factor; `norm` is the next one."""
     own = stream.own + _times(plain_product(x, weight), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
@@ -267,7 +267,6 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    """Same as `plain_linear_add`, and also returns the fields for the next norm."""
     group, own = stream.group, stream.own
     gather = group.on_device.next() if all_gather.gathers_with_squares(group, own) else None
     scale = all_gather.norm_with_squares(group, own, norm)
@@ -311,14 +310,12 @@ linear_add = kernel_or_reference(
 def added_norm(
     x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: NormedStream
 ) -> NormedStream:
-    """Adds the RMS norm of each row to the stream."""
     return stream.with_next_norm(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[jax.Array, "R intermediate"]:
-    """Computes the activation of the normed rows; the weight holds gate rows, then up rows."""
     product = plain_rmsnorm_linear(stream, eps, weight)
     return all_gather.all_gather(stream.group, layers.activated(product, activation))
 
@@ -354,6 +351,8 @@ def _sums(
         sums = _of_codes(x, weight)
     else:
         sums = layers.linear(x, widened(weight).astype(x.dtype))
+    if weight.lora is not None:
+        sums = adapted(sums, x, weight.lora)
     return sums if weight.bias is None else sums + weight.bias.astype(jnp.float32)
 
 
@@ -413,6 +412,7 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
+    assert weight.lora is None  # the startup rejects adapters where GEMMs are kernels
     is_gated = activation is not None and activation.is_gated
     tables, stored, scales, row_scales = kernels.tiles, weight.num_outputs, weight.scales, None
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(

@@ -21,15 +21,17 @@ from torch_impl.formats.registry import dequantized
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import fp8_activations, layers
+from torch_impl.ops.gemm.lora import RowAdapters, adapted
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Stored weight `[out, in]` with an optional bias."""
+    """Stored weight `[out, in]` with an optional bias, and the adapters of the rows."""
 
     format: WeightFormat
     planes: Mapping[str, Shaped[Tensor, "..."]]
     bias: Float[Tensor, "*layers outputs"] | None = None
+    lora: RowAdapters | None = None
 
     @classmethod
     def plain(
@@ -52,13 +54,16 @@ class Matrix:
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
+        assert not first or self.lora is None
         begins = partial(first_row, first, self.num_outputs)
         planes = {name: x[begins(len(x)) :] for name, x in self.planes.items()}
         return replace(self, planes=planes, bias=None if self.bias is None else self.bias[first:])
 
     def at(self, place: int) -> "Matrix":
         planes = {name: x[place] for name, x in self.planes.items()}
-        return replace(self, planes=planes, bias=None if self.bias is None else self.bias[place])
+        bias = None if self.bias is None else self.bias[place]
+        lora = None if self.lora is None else self.lora.at(place)
+        return replace(self, planes=planes, bias=bias, lora=lora)
 
 
 def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
@@ -144,6 +149,9 @@ def plain_product(
     if weight.format.quantizes_activations:
         return _of_codes(x, weight).to(x.dtype)
     out = layers.linear(x, widened(weight).to(x.dtype))
+    if weight.lora is not None:  # base rows keep the bits of a product that is rounded at once
+        sums = _sums(x, weight).to(x.dtype)
+        out = torch.where(weight.lora.slots[:, None] == 0, out, sums)
     return out if weight.bias is None else out + weight.bias
 
 
@@ -162,11 +170,7 @@ def plain_product_float32(
     """Same as `product` times a factor, but the result stays float32."""
     if weight.format.quantizes_activations:
         return _times(_of_codes(x, weight), factor)
-    values = widened(weight)
-    if x.is_cuda:
-        sums = torch.mm(x, values.t(), out_dtype=torch.float32)
-    else:  # not supported on a CPU
-        sums = layers.linear(x.float(), values.float())
+    sums = _sums(x, weight)
     return _times(sums if weight.bias is None else sums + weight.bias, factor)
 
 
@@ -276,6 +280,16 @@ act_and_mul_linear = kernel_or_reference(
 )
 
 
+def _sums(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+    """Computes the GEMM in float32, with the adapters of the rows and without the bias."""
+    values = widened(weight)
+    if x.is_cuda:
+        sums = torch.mm(x, values.t(), out_dtype=torch.float32)
+    else:  # not supported on a CPU
+        sums = layers.linear(x.float(), values.float())
+    return sums if weight.lora is None else adapted(sums, x, weight.lora)
+
+
 def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
     """Computes the W8A8 GEMM in float32, with the bias."""
     assert weight.scales is not None  # W8A8
@@ -336,6 +350,7 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
+    assert weight.lora is None  # the startup rejects adapters where GEMMs are kernels
     tables, row_scales = kernels.tiles, None
     is_gated = activation is not None and activation.is_gated
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(

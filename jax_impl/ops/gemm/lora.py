@@ -1,0 +1,92 @@
+"""LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Float32, Int
+
+from jax_impl.ops import Place, cond_any
+from jax_impl.ops.gemm import layers
+
+
+class AdapterWeights(NamedTuple):
+    """Adapters of one weight, by adapter slot; index 0 is slot 1."""
+
+    a: Float[jax.Array, "slots *layers ranks inputs"]
+    b: Float[jax.Array, "slots *layers outputs rank"]
+    scales: Float32[jax.Array, "slots *layers ranks"]
+    factors: Float32[jax.Array, "slots *layers outputs"]
+    parts: tuple[int, ...]
+
+    def at(self, place: Place) -> "AdapterWeights":
+        """Returns the adapters of one layer of a stack, or of one expert of a layer."""
+        arrays = (x[:, place] for x in (self.a, self.b, self.scales, self.factors))
+        a, b, scales, factors = arrays
+        return AdapterWeights(a, b, scales, factors, self.parts)
+
+
+def _flatten(weights: AdapterWeights) -> tuple[tuple[Any, ...], Any]:
+    """Returns the arrays, and the parts as structure."""
+    return weights[:-1], weights.parts
+
+
+jax.tree_util.register_pytree_node(
+    AdapterWeights, _flatten, lambda parts, x: AdapterWeights(x[0], x[1], x[2], x[3], parts)
+)
+
+
+class RowAdapters(NamedTuple):
+    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row."""
+
+    weights: AdapterWeights
+    slots: Int[jax.Array, " R"]
+
+    def at(self, place: Place) -> "RowAdapters":
+        """Returns the operand of one layer of a stack, or of one expert of a layer."""
+        return self._replace(weights=self.weights.at(place))
+
+
+def shrink(
+    x: Float[jax.Array, "R inputs"], weights: AdapterWeights, slot: Place
+) -> Float[jax.Array, "R ranks"]:
+    """Computes the inputs of one adapter for each row."""
+    sums = layers.linear(x, weights.a[slot - 1].astype(x.dtype))
+    return (sums * weights.scales[slot - 1]).astype(x.dtype)
+
+
+def expand(
+    acc: Float32[jax.Array, "R outputs"],
+    a: Float[jax.Array, "R ranks"],
+    weights: AdapterWeights,
+    slot: Place,
+) -> Float32[jax.Array, "R outputs"]:
+    """Continues accumulations; the sum over the adapter's inputs is added at once."""
+    ends = [sum(weights.parts[: i + 1]) for i in range(len(weights.parts) - 1)]
+    b = jnp.split(weights.b[slot - 1].astype(a.dtype), ends)
+    each = zip(jnp.split(a, len(weights.parts), axis=1), b, strict=True)
+    added = jnp.concatenate([layers.linear(x, own) for x, own in each], axis=1)
+    return (acc + added) * weights.factors[slot - 1]
+
+
+def adapted(
+    acc: Float32[jax.Array, "R outputs"], x: Float[jax.Array, "R inputs"], operand: RowAdapters
+) -> Float32[jax.Array, "R outputs"]:
+    """Continues the accumulation of each row that has an adapter.
+
+    Each adapter runs over all rows, and other rows keep their sum.
+    """
+    weights, slots = operand
+
+    def add(out: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
+        is_own = slots == slot
+
+        def continued(out: jax.Array) -> jax.Array:
+            more = expand(acc, shrink(x, weights, slot), weights, slot)
+            return jnp.where(is_own[:, None], more, out)
+
+        return cond_any(is_own, continued, lambda out: out, out), None
+
+    out, _ = lax.scan(add, acc, jnp.arange(1, len(weights.a) + 1))
+    return out
