@@ -13,6 +13,7 @@ from rich.console import Console
 
 from shared.engine.checks import check
 from shared.engine.request import Request
+from shared.models.sentence_list import sentence_list
 from shared.offline.answer import OutputStream, PendingOutput, TokenizedPrompt
 from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.late_platform import LatePlatform
@@ -29,6 +30,7 @@ from shared.offline.values import items_of, token_ids
 from shared.options.options import Options
 from shared.process import engines, gc_freeze, logs, serving
 from shared.process.address import Listeners
+from shared.process.ipc_messages import ServerInfo
 from shared.process.model_files import local_models
 from shared.process.model_places import find_models
 from shared.process.progress import console_of
@@ -207,7 +209,8 @@ class LLM:
         """Submits the requests of a prompt to the engine."""
         sampling = make_sampling(params.fields, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
-        sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
+        lora = _adapter(params, self._facts)
+        sampling = replace(sampling, grammar=_grammar(prompt, params, calls), lora=lora)
         check(prompt.tokens, sampling, self._facts.limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         answers = []
@@ -308,6 +311,16 @@ def _listed_params(given: Params, count: int) -> list[SamplingParams]:
             f"got {len(items)}"
         )
     return list(map(_checked, items))
+
+
+def _adapter(params: SamplingParams, facts: ServerInfo) -> str:
+    """Returns the name of the adapter; empty for the base model."""
+    if params.lora is not None and params.lora not in facts.adapters:
+        names = sentence_list(map(repr, facts.adapters)) if facts.adapters else "none"
+        raise ValueError(
+            f"lora must be a name in the option lora_paths ({names}), got {params.lora!r:.60}"
+        )
+    return params.lora or ""
 
 
 def _grammar(

@@ -172,6 +172,8 @@ def _kind(item: Field[Any]) -> tuple[Callable[[Any], Any], str]:
         return (number, "a number") if "is_share" in rules else (whole_number, "a whole number")
     if "is_path" in rules:
         return _path, "a path"
+    if "names_paths" in rules:
+        return _named_paths, "a dict of names and paths"
     if item.name in _NUMBERS_AS_TEXT:
         return _text_or_number, "a number or a string"
     return _text, "a string"
@@ -183,6 +185,16 @@ def _text(value: Any) -> str | None:
 
 def _path(value: Any) -> str | None:
     return _text(os.fspath(value)) if isinstance(value, os.PathLike) else _text(value)
+
+
+def _named_paths(value: Any) -> str | None:
+    """Returns a dict of paths by name as the text of its flag."""
+    if not isinstance(value, Mapping):
+        return _text(value)
+    paths = {name: _path(path) for name, path in value.items()}
+    if not paths or not all(map(is_text, paths)) or None in paths.values():
+        return None
+    return ",".join(f"{name}={path}" for name, path in paths.items())
 
 
 def _text_or_number(value: Any) -> str | None:

@@ -59,6 +59,7 @@ class SamplingParams:
       structured_outputs: Constraint of the output: one of json (a schema), regex, choice and
         grammar (Lark or GBNF).
       return_trace: Adds a trace of every step to the result.
+      lora: Name of the LoRA adapter, one of the option lora_paths; None for the base model.
 
     Raises:
       ValueError: A field is invalid; one sentence that names the field.
@@ -84,6 +85,7 @@ class SamplingParams:
     max_draft_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
     return_trace: bool | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         self.n = 1 if self.n is None else self.n
@@ -100,6 +102,8 @@ class SamplingParams:
         self.stop = stop
         if self.stop_token_ids is not None:
             self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        if self.lora is not None and not is_text(self.lora):
+            raise ValueError(f"lora must be the name of an adapter, got {self.lora!r:.60}")
         self.logit_bias = _bias({} if self.logit_bias is None else self.logit_bias)
         if self.structured_outputs is not None:
             self.structured_outputs = _structured(self.structured_outputs)

@@ -37,7 +37,8 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
         """Raises the message of argparse as one sentence."""
         flag_names, _, fault = message.removeprefix("argument ").partition(": ")
-        fault = "requires a value" if "expected one argument" in fault else f"is invalid: {fault}"
+        is_bare = fault in ("expected one argument", "expected at least one argument")
+        fault = "requires a value" if is_bare else f"is invalid: {fault}"
         raise ConfigError(f"{flag_names} {fault}; --help lists the flags")
 
 
@@ -108,6 +109,7 @@ def _add(group: Any, item: "Field[Any]") -> None:
     if item.default is not False:
         usual = partial(usual_value, item)
         rules |= {"action": _Once, "metavar": _metavar(item), "type": usual}
+        rules |= {"nargs": "+"} if item.metadata.get("names_paths") else {}
     group.add_argument(*names, **rules, help=text)
     if hidden:
         group.add_argument(*hidden, **rules, help=argparse.SUPPRESS)
@@ -139,6 +141,7 @@ class _Once(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         values = self.const if self.nargs == 0 else values
+        values = ",".join(values) if isinstance(values, list) else values
         if values == "":
             raise ConfigError(f"{option_string} is empty; give a value, or remove the flag")
         if getattr(namespace, self.dest, values) != values:

@@ -32,7 +32,8 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
         that `--help` lists, `old_names` former spellings that it does not; `values` maps other
         spellings of a value to the value; `switches` maps flags without a value to the value that
         they set; `is_path` marks a file or folder, `is_file` a file to be "read" or "written";
-        `is_list` a string of values separated by commas.
+        `is_list` a string of values separated by commas; `names_paths` one of NAME=PATH, which
+        may also be several words.
     """
     return field(default=default, metadata={"help": help, **rules})
 
@@ -122,5 +123,12 @@ def with_absolute_paths(config: Any) -> Any:
     for item in fields(config):
         path = getattr(config, item.name)
         if path and item.metadata.get("is_path"):
-            found[item.name] = str(Path(os.path.expanduser(path)).absolute())
+            found[item.name] = _absolute(path)
+        elif path and item.metadata.get("names_paths"):
+            entries = (entry.strip().partition("=") for entry in path.split(","))
+            found[item.name] = ",".join(f"{name}={_absolute(x)}" for name, _, x in entries)
     return replace(config, **found)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(os.path.expanduser(path)).absolute())

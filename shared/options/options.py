@@ -12,6 +12,7 @@ from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.disaggregation import DisaggregationOptions
 from shared.options.engine import EngineConfig
 from shared.options.flags import check_rules, flag, raise_fault, spelling
+from shared.options.lora import LoraOptions
 from shared.options.ngram import DEVICE, HOST, NEEDS_HOST, NgramConfig
 from shared.options.observing import ObservingOptions
 from shared.options.ranks import RAY, RankOptions
@@ -118,6 +119,7 @@ class Options:
     """
 
     model: ModelOptions
+    lora: LoraOptions
     server: ServerOptions
     observing: ObservingOptions
     engine: EngineConfig
@@ -179,6 +181,7 @@ class Options:
 
 PARTS = {
     "model": ModelOptions,
+    "lora": LoraOptions,
     "server": ServerOptions,
     "observing": ObservingOptions,
     "engine": EngineConfig,
@@ -192,6 +195,7 @@ PARTS = {
 
 HEADINGS = {
     "model": "Model",
+    "lora": "LoRA adapters",
     "server": "HTTP server",
     "observing": "Log and traces",
     "engine": "Engine limits",

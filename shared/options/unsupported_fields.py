@@ -301,7 +301,7 @@ UNSUPPORTED_FIELDS = (
     UnsupportedField("thinking_token_budget", BOTH, (), 100),
     UnsupportedField("cache_salt", BOTH, (), "a", hint="give user, whose prefix cache is its own"),
     UnsupportedField("extra_key", BOTH, (), "a", hint="give user, whose prefix cache is its own"),
-    UnsupportedField("lora_path", BOTH, (), "a"),
+    UnsupportedField("lora_path", BOTH, (), "a", hint="give the adapter's name as model"),
     UnsupportedField("guided_whitespace_pattern", BOTH, (), " ?"),
     UnsupportedField("structural_tag", BOTH, (), "{}", hint=_FORMS),
     UnsupportedField("logits_processors", BOTH, ([],), ["a"]),

@@ -12,7 +12,7 @@ STEPS = "the scheduler decides it in each step; leave the flag out"
 KERNELS = "kernels are the project's own, chosen by the model and the GPU; leave the flag out"
 QUANTISED = "weights are served as the checkpoint stores them; give a checkpoint in FP8"
 KV_TYPE = "KV and the LM head have the type of the activations; give --dtype"
-ADAPTERS = "adapters are not served; merge one into the weights of the checkpoint"
+ADAPTERS = "adapters are served if they are named; give --lora-paths"
 EXACT_RULES = (
     "output keeps the target's distribution; give --speculative-accept-rule exact or rejection"
 )
@@ -106,7 +106,7 @@ UNSUPPORTED_FLAGS = {
     ),
     "--completion-template": "prompts of completions are read as they are; leave the flag out",
     "--is-embedding": "answers are texts, and no embeddings are made; leave the flag out",
-    **dict.fromkeys(("--lora-paths", "--lora-modules", "--enable-lora"), ADAPTERS),
+    "--enable-lora": ADAPTERS,
     **dict.fromkeys(
         ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         EXACT_RULES,

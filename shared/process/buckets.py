@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from shared.boundary.backend import BackendLimits, BackendSpec
+from shared.boundary.checks import ADAPTED
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind
@@ -93,6 +94,10 @@ def capacity_for(
         programs += encode_programs(images, settled.reduced_buckets)
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
+    num_adapters = len(settled.options.lora.folders)
+    if num_adapters:
+        adapted = [program for program in programs if program.work in ADAPTED]
+        programs += [program.with_features({ProgramFeature.LORA: True}) for program in adapted]
     return BackendLimits(
         page_size=settled.page_size,
         num_pages=1 + pages,
@@ -110,6 +115,7 @@ def capacity_for(
         accept_rates=settled.draft.accept_rates,
         images=images,
         texts=ngram_table(settled, device),
+        num_adapters=num_adapters,
     )
 
 

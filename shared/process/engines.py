@@ -19,7 +19,9 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.ngram_controllers.merged_drafts import MergedDraftController
+from shared.engine.request import AdapterSlot
 from shared.engine.shadow_verify import ShadowVerifier
+from shared.models.adapter_pool import AdapterPool
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.options.flags import ConfigError
@@ -68,7 +70,17 @@ def make_engine(backend: Backend, memory: MemoryPlan, transfer_fingerprint: str 
         chunked_prefill_size=settled.prefill_chunk_size,
         cache=cache_policy(memory),
         transfer_fingerprint=transfer_fingerprint,
+        adapters=adapter_slots(memory.blueprint.adapters),
     )
+
+
+def adapter_slots(pool: AdapterPool | None) -> dict[str, AdapterSlot]:
+    """Returns the adapters of a pool by name."""
+    adapters = {} if pool is None else pool.adapters
+    return {
+        name: AdapterSlot(name, adapter.version, slot)
+        for slot, (name, adapter) in enumerate(adapters.items(), start=1)
+    }
 
 
 def with_shadow_verify(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowVerifier:

@@ -77,6 +77,7 @@ class ServerInfo:
       disaggregation_mode: Role in disaggregated prefill, same as the flag.
       serves_kv_transfer: True if other servers may request KV cache.
       transfer_secret: Secret that they send; None if they need none.
+      adapters: Names of the LoRA adapters.
     """
 
     model_name: str
@@ -106,6 +107,7 @@ class ServerInfo:
     disaggregation_mode: str = NONE
     serves_kv_transfer: bool = False
     transfer_secret: str | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -150,7 +152,8 @@ class ServerInfo:
         }
         for name in ("host_names", "admin_host_names"):
             parts[name] = None if fields[name] is None else tuple(fields[name])
-        parts["allowed_origins"] = tuple(fields["allowed_origins"])
+        for name in ("allowed_origins", "adapters"):
+            parts[name] = tuple(fields[name])
         parts["observing"] = ObservingOptions(**fields["observing"])
         if (config := fields["images"]) is not None:
             lists = {name: tuple(config[name]) for name in ("mean", "deviation")}

@@ -20,6 +20,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.models.adapter_pool import AdapterPool
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.plain import Plain
@@ -112,6 +113,7 @@ def plan(
     costs: ProgramCosts,
     formats: Callable[[str], Mapping[str, QuantizedFormat]] = lambda dtype: {},
     vision: VisionEncoder | None = None,
+    adapters: AdapterPool | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -124,6 +126,7 @@ def plan(
       formats: Returns the formats of the parameters that stay quantised, by name, for the dtype of
         the model.
       vision: Vision encoder; None for text-only serving.
+      adapters: LoRA adapters; None without.
 
     Raises:
       ConfigError: The limits contradict each other, or exceed the memory.
@@ -131,7 +134,7 @@ def plan(
     settled = resolve(options, model, drafts, device, costs.are_compiled)
     found = formats(settled.dtype)
     images = None if vision is None else image_pool(vision, settled)
-    sizing = PageCountSearch(settled, model, drafts, device, costs, found, images)
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, images, adapters)
     return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
 
@@ -142,6 +145,7 @@ class PageCountSearch:
     Attributes:
       formats: Formats of the parameters that stay quantised, by name.
       images: Encoder cache of a vision-language model.
+      adapters: LoRA adapters; None without.
     """
 
     settled: ResolvedConfig
@@ -151,6 +155,7 @@ class PageCountSearch:
     costs: ProgramCosts
     formats: Mapping[str, QuantizedFormat]
     images: EncoderCacheSpec | None
+    adapters: AdapterPool | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """Returns the whole plan with a number of pages."""
@@ -183,6 +188,7 @@ class PageCountSearch:
             captured=captured_step_kinds(settled.options),
             formats=self.formats,
             ranks=TPGroup(0, settled.options.ranks.tp_size, None),
+            adapters=self.adapters,
         )
 
     def _num_snapshots(self) -> int:
@@ -297,6 +303,14 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_map_entries)
     if blueprint.capacity.images is not None:
         yield _vision_line(blueprint, blueprint.capacity.images)
+    if blueprint.adapters is not None:
+        yield _adapter_line(blueprint, blueprint.adapters)
+
+
+def _adapter_line(blueprint: BackendSpec, adapters: AdapterPool) -> MemoryPlanEntry:
+    target = _of_rank(parameters(blueprint.config, False), blueprint)
+    detail = f"{adapters.num_slots} x rank {adapters.rank}"
+    return MemoryPlanEntry("adapters", detail, adapters.num_bytes(target, blueprint.item_bytes))
 
 
 def _vision_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:

@@ -15,10 +15,13 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.drafts.token_map import read_token_map
 from shared.drafts.tokenizer import check_same_tokenizer
+from shared.models.adapter_pool import AdapterPool
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.formats.fp8_w8a8 import w8a8_fault
+from shared.models.lora import Adapter
+from shared.models.lora_shapes import padded_rank
 from shared.models.parameter import Parameter, of_rank
 from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
@@ -26,7 +29,7 @@ from shared.models.tied import as_stored
 from shared.models.tp_sharding import shard_config
 from shared.models.vision_parameters import check_vision_encoder
 from shared.options.adaptive import read_candidates
-from shared.options.flags import raise_fault, with_absolute_paths
+from shared.options.flags import ConfigError, raise_fault, with_absolute_paths
 from shared.options.options import PARTS, Options
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
@@ -44,6 +47,9 @@ from shared.process.opened_models import (
     open_models,
 )
 
+DEFAULT_NAME = "default"
+"""Name of any served model in requests."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
@@ -55,6 +61,7 @@ class CheckedModel:
       whole: All parameters of the target.
       draft_files: The drafter and its files.
       tower: Vision encoder; None for text-only serving.
+      adapters: LoRA adapters; None without.
       defaults: Defaults of omitted sampling fields; those of OpenAI's API on a worker rank.
       grammars: Grammar compiler; None without structured output, and on a worker rank.
     """
@@ -64,6 +71,7 @@ class CheckedModel:
     whole: list[Parameter]
     draft_files: DraftFiles
     tower: VisionEncoder | None
+    adapters: AdapterPool | None
     defaults: SamplingDefaults
     grammars: GrammarQueue | None
 
@@ -145,6 +153,7 @@ def _checked_files(options: Options, opened: OpenedModels) -> CheckedModel:
         whole=whole,
         draft_files=DraftFiles(drafts, opened.draft and opened.draft.weights),
         tower=tower,
+        adapters=_checked_adapters(options, opened),
         defaults=SamplingDefaults(),
         grammars=None,
     )
@@ -169,6 +178,26 @@ def _checked_tower(options: Options, opened: OpenedModels) -> VisionEncoder | No
     if tower is not None and isinstance(checkpoint, Checkpoint):
         check_vision_encoder(checkpoint, tower.vision)
     return tower
+
+
+def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterPool | None:
+    """Opens the LoRA adapters and checks that they fit the target."""
+    folders, model = options.lora.folders, opened.model
+    if not folders:
+        return None
+    if not isinstance(opened.checkpoint, Checkpoint):
+        raise ConfigError(
+            "--lora-paths requires a Hugging Face checkpoint with weights; give one as --model-path"
+        )
+    if options.model.fp8_activations:
+        raise ConfigError("--lora-paths is not supported with --fp8-activations; remove one")
+    served = options.server.served_model_name or Path(options.model.model_path).name
+    if taken := {served, DEFAULT_NAME} & folders.keys():
+        raise ConfigError(f"--lora-paths names an adapter {min(taken)}, as the model; rename it")
+    adapters = {name: Adapter(Path(folder)) for name, folder in folders.items()}
+    for adapter in adapters.values():
+        adapter.check(parameters(model, False), model.name)
+    return AdapterPool(adapters, padded_rank(max(x.max_rank for x in adapters.values())))
 
 
 def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> str | None:

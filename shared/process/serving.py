@@ -140,4 +140,5 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         disaggregation_mode=options.disaggregation.disaggregation_mode,
         serves_kv_transfer=options.disaggregation.mode.serves,
         transfer_secret=options.disaggregation.secret(),
+        adapters=tuple(options.lora.folders),
     )

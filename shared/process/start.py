@@ -125,6 +125,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     raise_fault(_graph_flags_fault(checked.options, platform.costs))
     platform.take_devices(checked.options.ranks.tp_size)
     device, drafts = platform.find_device(), checked.draft_files.drafts
+    raise_fault(_adapters_fault(checked, device))
     memory = _memory_plan(checked, drafts, device, platform.costs)
     raise_fault(_token_map_fault(drafts, memory.blueprint.capacity.max_width))
     cache_policy(memory)  # raises its errors before memory is allocated
@@ -144,7 +145,16 @@ def _memory_plan(
 ) -> MemoryPlan:
     opened = checked.opened
     formats = partial(_formats, checked, device)
-    return plan(checked.options, opened.model, drafts, device, costs, formats, checked.tower)
+    return plan(
+        checked.options,
+        opened.model,
+        drafts,
+        device,
+        costs,
+        formats,
+        vision=checked.tower,
+        adapters=checked.adapters,
+    )
 
 
 def _formats(checked: CheckedModel, device: Device, dtype: str) -> dict[str, QuantizedFormat]:
@@ -166,6 +176,16 @@ def _graph_flags_fault(options: Options, costs: ProgramCosts) -> str | None:
     names = ("disable_cuda_graph", "disable_piecewise_cuda_graph")
     given = [] if costs.captures else [name for name in names if getattr(options.engine, name)]
     return f"{spelling(given[0])} requires the torch backend; remove the flag" if given else None
+
+
+def _adapters_fault(checked: CheckedModel, device: Device) -> str | None:
+    """Returns the reason why a device does not support adapters."""
+    if checked.adapters is None or device.kind == "cpu":
+        return None
+    return (
+        f"--lora-paths is not supported on the {device.name}, where products are kernels without "
+        "adapters; merge the adapter into the weights of the checkpoint"
+    )
 
 
 def _token_map_fault(drafts: DrafterSpec, width: int) -> str | None:

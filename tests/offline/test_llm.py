@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -297,3 +298,19 @@ def test_generate_after_close_raises():
     llm.close()
     with pytest.raises(RuntimeError, match="the engine has ended"):
         llm.generate("a")
+
+
+def test_lora_selects_adapter_per_prompt():
+    """Token ids alone: the golden checkpoint has no tokenizer."""
+    golden = Path(__file__).parents[1] / "golden"
+    paths = {"mine": golden / "qwen3_lora", "other": golden / "qwen3_lora_part"}
+    want = dict(np.load(golden / "qwen3_lora" / "vectors.npz"))
+    prompt = want["short_ids"].tolist()
+    first = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True}
+    with LLM(model_path=golden / "qwen3", lora_paths=paths, **WITHOUT, **OPTIONS) as it:
+        params = [SamplingParams(**first, lora=name) for name in ("mine", None, "other")]
+        found = [each.outputs[0].token_ids[0] for each in it.generate([prompt] * 3, params)]
+        with pytest.raises(ValueError, match=r"lora must be a name in the option lora_paths"):
+            it.generate([prompt], SamplingParams(**first, lora="third"))
+    last = [np.load(golden / x / "vectors.npz") for x in ("qwen3_lora", "qwen3", "qwen3_lora_part")]
+    assert found == [int(each["short_logits"][-1].argmax()) for each in last]

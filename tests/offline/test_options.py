@@ -58,7 +58,7 @@ def test_read_options_accepts_neutral_vllm_options():
 def test_read_options_rejects_wrong_types(name):
     wrong = [[], {}, object(), b"x", True, False, 1.5, 5, "x"]
     item = FIELDS[name]
-    noun, right = "(a string|a path|a number or a string)", (str,)
+    noun, right = "(a string|a path|a number or a string|a dict of names and paths)", (str,)
     if item.default is False:
         noun, right = "True or False", (bool,)
     elif "low" in item.metadata:

@@ -210,6 +210,7 @@ def test_parse_flags_set_their_fields():
         "load_format": "dummy",
         "quantization": "fp8",
         "context_length": 100,
+        "lora_paths": "a=one,b=two",
         "host": "::1",
         "port": 0,
         "allowed_hosts": "it.example,other.example",

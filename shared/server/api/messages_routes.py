@@ -10,7 +10,7 @@ from shared.server.api.streaming import json_response, respond
 from shared.server.api.transport import read_json
 from shared.server.completions.generation import Generator
 from shared.server.completions.messages_serializer import MessagesSerializer
-from shared.server.completions.prompts import PromptReader, check_model
+from shared.server.completions.prompts import PromptReader, adapter_of
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.generation_request import ChatInput, GenerationRequest
 from shared.server.protocol.messages_types import MessagesRequest, TokenCountRequest
@@ -39,7 +39,7 @@ class MessagesRoutes:
         """POST /v1/messages/count_tokens: number of prompt tokens of a message."""
         sent = await read_json(request)
         model, chat = await self._work.do(len(sent), self._read_count, sent)
-        check_model(model, self._facts.model_name)
+        adapter_of(model, self._facts)
         prompt = await self._reader.read_chat(self._generator.settle_tools(chat), len(sent))
         return json_response({"input_tokens": len(prompt.tokens)})
 

@@ -22,7 +22,7 @@ from shared.server.completions.generation import Generator
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.openai_serializer import ChatForm, CompletionForm, OpenAISerializer
 from shared.server.completions.output import GenerationOutput
-from shared.server.completions.prompts import check_model
+from shared.server.completions.prompts import adapter_of
 from shared.server.completions.serializer import Serializer
 from shared.server.completions.traces import MAX_TRACES
 from shared.server.engine_link.body_thread import BodyParsingThread
@@ -67,16 +67,18 @@ class Routes:
     async def models(self, request: Request) -> Response:
         """GET /v1/models; in Anthropic's format if `anthropic-version` is sent."""
         if VERSION_HEADER not in request.headers:
-            return json_response({"object": "list", "data": [self._model()]})
-        name, card = self._client.facts.model_name, self._anthropic_model()
-        page = {"data": [card], "has_more": False, "first_id": name, "last_id": name}
+            cards = [self._model(name) for name in self._names()]
+            return json_response({"object": "list", "data": cards})
+        names = self._names()
+        cards = [self._anthropic_model(name) for name in names]
+        page = {"data": cards, "has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response(page)
 
     async def model(self, name: str, request: Request) -> Response:
         """GET /v1/models/NAME; in Anthropic's format if `anthropic-version` is sent."""
-        check_model(name, self._client.facts.model_name)
+        served = adapter_of(name, self._client.facts) or self._client.facts.model_name
         is_anthropic = VERSION_HEADER in request.headers
-        return json_response(self._anthropic_model() if is_anthropic else self._model())
+        return json_response((self._anthropic_model if is_anthropic else self._model)(served))
 
     async def trace(self, request_id: str) -> Response:
         """GET /v1/requests/ID/trace: step trace of a running or finished request."""
@@ -140,24 +142,31 @@ class Routes:
         del limits["structured_outputs"]  # a field of its own
         return {**limits, **of_server}
 
-    def _model(self) -> dict[str, Any]:
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of the model and of its adapters."""
         facts = self._client.facts
-        card = {"id": facts.model_name, "object": "model", "owned_by": "tandem"}
+        return (facts.model_name, *facts.adapters)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        facts = self._client.facts
+        card = {"id": name, "object": "model", "owned_by": "tandem"}
+        parent = {} if name == facts.model_name else {"parent": facts.model_name}
         return {
             **card,
+            **parent,
             "created": self._began,
             "max_model_len": facts.limits.context_length,
             "speculative_algorithm": facts.drafter,
             "tp_size": facts.ranks,
         }
 
-    def _anthropic_model(self) -> dict[str, Any]:
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
         facts = self._client.facts
         began = datetime.fromtimestamp(self._began, UTC).isoformat().replace("+00:00", "Z")
         return {
             "type": "model",
-            "id": facts.model_name,
-            "display_name": facts.model_name,
+            "id": name,
+            "display_name": name,
             "created_at": began,
             "lifecycle": "active",
             "max_input_tokens": facts.limits.context_length,

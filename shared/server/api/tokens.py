@@ -15,7 +15,7 @@ from shared.process.ipc_messages import ServerInfo
 from shared.server.api.request_parsing import parse_plain, parse_with
 from shared.server.api.transport import read_json
 from shared.server.completions.logprobs import TokenNames
-from shared.server.completions.prompts import PromptReader, check_model
+from shared.server.completions.prompts import PromptReader, adapter_of
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import No, Strict, Text
@@ -65,7 +65,7 @@ class TokenRoutes:
         """POST /tokenize."""
         sent = await read_json(request)
         body = await self._work.do(len(sent), parse_with, sent, _kind)
-        check_model(body.model, self._facts.model_name)
+        adapter_of(body.model, self._facts)
         tokens = await self._tokens(body, len(sent))
         names = [self._names.name(token) for token in tokens] if body.return_token_strs else None
         most = self._facts.limits.context_length
@@ -81,7 +81,7 @@ class TokenRoutes:
         """POST /detokenize; the text includes special tokens."""
         sent = await read_json(request)
         body = await self._work.do(len(sent), parse_plain, sent, Detokenize)
-        check_model(body.model, self._facts.model_name)
+        adapter_of(body.model, self._facts)
         if self._tokenizer is None:
             raise ApiError(400, "the model folder has no tokenizer.json", "tokens")
         self._check_tokens(body.tokens)

@@ -16,7 +16,7 @@ from shared.server.completions.grammars import GrammarChecks
 from shared.server.completions.logprobs import PromptText, TokenNames, offsets_in
 from shared.server.completions.output import GenerationOutput
 from shared.server.completions.parsers import Parsers
-from shared.server.completions.prompts import PromptReader, ReadPrompt, check_model
+from shared.server.completions.prompts import PromptReader, ReadPrompt, adapter_of
 from shared.server.completions.sampling import make_sampling
 from shared.server.completions.traces import Traces
 from shared.server.engine_link.engine_client import EngineClient
@@ -231,7 +231,7 @@ class Generator:
           ApiError: The request is invalid or cannot be served.
         """
         arrival = RequestContext(self._metrics, headers, self._facts.tool_call_parser)
-        check_model(request.model, self._facts.model_name)
+        adapter = adapter_of(request.model, self._facts)
         if request.stop and self.tokenizer is None:
             raise ApiError(
                 400,
@@ -246,16 +246,16 @@ class Generator:
             raise ApiError(400, f"{reason} --strict-fields; remove the field", ignored[0])
         texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
-        owner = (request.user, request.priority)
+        owner, chosen = (request.user, request.priority), (grammar, adapter)
         prompts = [
             SubmittedPrompt(
-                text.tokens, self._sampling(request, text, grammar), seeds, *owner, text.images
+                text.tokens, self._sampling(request, text, chosen), seeds, *owner, text.images
             )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
         output = GenerationOutput(
             id_prefix=request.id_prefix,
-            model=self._facts.model_name,
+            model=adapter or self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
             num_image_tokens=sum(image.count for text in texts for image in text.images),
             choices=[
@@ -279,11 +279,12 @@ class Generator:
         return self._parsers.settle(chat)
 
     def _sampling(
-        self, request: GenerationRequest, prompt: ReadPrompt, grammar: str | None
+        self, request: GenerationRequest, prompt: ReadPrompt, chosen: tuple[str | None, str]
     ) -> SamplingParams:
+        """Returns the sampling parameters, with the chosen grammar and adapter."""
         limits = self._facts.limits
         sampling = make_sampling(request.sampling, len(prompt.tokens), self._facts)
-        sampling = replace(sampling, grammar=grammar)
+        sampling = replace(sampling, grammar=chosen[0], lora=chosen[1])
         try:
             check(prompt.tokens, sampling, limits, {**OWN_NAMES, **request.names}, prompt.images)
         except InvalidRequestError as refusal:

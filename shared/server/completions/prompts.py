@@ -11,7 +11,9 @@ from typing import Any
 from shared.engine.checks import TOO_LONG, RequestLimits
 from shared.engine.image_inputs import PromptImage
 from shared.images.placeholders import expanded
+from shared.models.sentence_list import sentence_list
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
+from shared.process.ipc_messages import ServerInfo
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.body_thread import BodyParsingThread
@@ -190,12 +192,16 @@ def _has_effect(name: str, value: Any) -> bool:
     return name not in _ADVICE or _ADVICE[name].refuses(value)
 
 
-def check_model(name: str | None, served: str) -> None:
-    """Rejects a request for another model.
+def adapter_of(name: str | None, facts: ServerInfo) -> str:
+    """Returns the LoRA adapter that a request names; empty for the base model.
 
     Raises:
-      ApiError: Status 404.
+      ApiError: Status 404; the server has neither a model nor an adapter of this name.
     """
-    if name not in (None, "default", served):
-        message = f"the model {name!r:.200} does not exist; this server has {served!r}"
+    if name in facts.adapters:
+        return str(name)
+    if name not in (None, "default", facts.model_name):
+        served = sentence_list(map(repr, (facts.model_name, *facts.adapters)), "and")
+        message = f"the model {name!r:.200} does not exist; this server has {served}"
         raise ApiError(404, message, "model", "model_not_found")
+    return ""

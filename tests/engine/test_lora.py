@@ -1,0 +1,150 @@
+"""Requests with LoRA adapters: text of the merged model, with every kind of step and neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
+from shared.options.command_line import parse
+from shared.process.engines import make_engine
+from shared.process.start import prepare
+from tests.support.lora_files import module_names, write_adapter, write_merged
+from tests.support.run_engine import drive
+from tests.support.serve_reference import PLATFORM
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROMPT = tuple(range(5, 75))
+GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8, "seed32": 7}
+NAMES = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two adapters of all modules of a hybrid model, and the checkpoints with them merged."""
+    base, folder = GOLDEN / "qwen3_5_dense", tmp_path_factory.mktemp("adapters")
+    modules = module_names(base, parameters(config_from_folder(base), False))
+    found = {"": base}
+    for seed, name in enumerate(NAMES):
+        adapter = write_adapter(folder / name, base, modules, seed=seed, rank=3 + seed)
+        found |= {name: adapter, f"merged {name}": write_merged(folder / f"m{name}", base, adapter)}
+    return found
+
+
+def engine_of(folder: Path, words: Sequence[str] = (), *, total: int = 1024) -> Engine:
+    options = parse(
+        [
+            *("--model-path", str(folder), "--context-length", "256", "--page-size", "16"),
+            *(
+                "--max-running-requests",
+                "4",
+                "--max-total-tokens",
+                str(total),
+                "--log-level",
+                "error",
+            ),
+            *("--language-model-only", *words),
+        ]
+    )
+    start = prepare(options, PLATFORM)
+    backend = start.load(PLATFORM, lambda num_bytes: None)
+    backend.prepare(backend.capacity.programs, lambda program: None)
+    return make_engine(backend, start.memory)
+
+
+def request(number: int, name: str = "", prompt: Sequence[int] = PROMPT, **sampling) -> Request:
+    params = {"max_tokens": 16, "lora": name, **GREEDY, **sampling}
+    return Request(request_id=number, prompt=tuple(prompt), sampling=SamplingParams(**params))
+
+
+def texts(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    outcomes = drive(engine, requests)
+    return [outcomes[each.request_id].tokens for each in requests]
+
+
+@cache
+def text_of(folder: Path, sampled: bool) -> list[int]:
+    """The text of a whole checkpoint, by plain decoding."""
+    how = SAMPLED if sampled else GREEDY
+    return texts(engine_of(folder), [request(0, **how)])[0]
+
+
+DRAFTERS = {
+    "plain": (),
+    "NEXTN": ("--speculative-algorithm", "NEXTN"),
+    "NEXTN tree": (
+        *("--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", "2"),
+        *("--speculative-num-steps", "3", "--speculative-num-draft-tokens", "6"),
+    ),
+    "NGRAM": ("--speculative-algorithm", "NGRAM"),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_adapted_text_equals_merged_model(
+    drafter: str, sampled: bool, folders: dict[str, Path]
+) -> None:
+    """Requests of both adapters and of the base model decode in one batch."""
+    named = [f"{name}={folders[name]}" for name in NAMES]
+    engine = engine_of(folders[""], ["--lora-paths", *named, *DRAFTERS[drafter]])
+    how = SAMPLED if sampled else GREEDY
+    got = texts(engine, [request(i, name, **how) for i, name in enumerate(("", *NAMES, ""))])
+    base = text_of(folders[""], sampled)
+    merged = [text_of(folders[f"merged {name}"], sampled) for name in NAMES]
+    assert got == [base, *merged, base]
+    assert base not in merged
+    assert merged[0] != merged[1]
+
+
+def test_base_rows_keep_bits_next_to_adapters(folders: dict[str, Path]) -> None:
+    """Rows without an adapter have the bits of a server without adapters, whatever the others."""
+    engine = engine_of(folders[""], ["--lora-paths", f"first={folders['first']}"])
+    alone = engine_of(folders[""])
+    for name in ("", "first"):
+        rows = [request(0, logprobs=2), request(1, name)]
+        got = drive(engine, rows)[0].logprobs
+        want = drive(alone, [request(0, logprobs=2), request(1)])[0].logprobs
+        assert len(got) == 16
+        assert got == want
+
+
+def test_prefix_cache_isolates_adapters(folders: dict[str, Path]) -> None:
+    named = [f"{name}={folders[name]}" for name in NAMES]
+    engine = engine_of(folders[""], ["--lora-paths", *named])
+    found = []
+    for number, name in enumerate(("first", "first", "second", "", "second", "")):
+        each = request(number, name)
+        drive(engine, [each])
+        found.append(bool(each.cached_tokens))
+    assert found == [False, True, False, False, True, True]
+    for name in (*NAMES, ""):
+        each = request(10, name)
+        merged = f"merged {name}" if name else ""
+        assert texts(engine, [each]) == [text_of(folders[merged], False)]
+        assert each.cached_tokens
+
+
+def test_preempted_request_keeps_adapter(folders: dict[str, Path]) -> None:
+    named = [f"{name}={folders[name]}" for name in NAMES]
+    engine = engine_of(folders[""], ["--lora-paths", *named], total=304)
+    prompts = [tuple(range(i, i + 70)) for i in (5, 6, 7)]
+    names = ("first", "second", "")
+    rows = [request(i, names[i], prompts[i], max_tokens=40) for i in range(3)]
+    got = texts(engine, rows)
+    assert engine.scheduler.num_preemptions
+    for i, name in enumerate(names):
+        alone = engine_of(folders[f"merged {name}" if name else ""])
+        assert texts(alone, [request(9, prompt=prompts[i], max_tokens=40)]) == [got[i]]
+
+
+def test_unknown_adapter_raises(folders: dict[str, Path]) -> None:
+    engine = engine_of(folders[""])
+    with pytest.raises(ValueError, match="adapter 'third' is not loaded"):
+        engine.add(request(0, "third"))
