@@ -14,6 +14,7 @@ import pytest
 from shared.engine.engine import Engine
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.run_engine import Outcome
+from tests.support.tiny_models import HYBRIDS
 from tests.support.transfers import (
     CHAIN,
     PLAIN,
@@ -46,10 +47,18 @@ KINDS = [
     ("deepseek_v3", "none", PLAIN),
     ("glm4_moe_lite", "NEXTN", CHAIN),
 ]
+MAMBA2 = [
+    ("nemotron_h", "NEXTN", CHAIN),
+    ("nemotron_h", "none", PLAIN),
+    ("granitemoehybrid", "STANDALONE", CHAIN),
+    ("falcon_h1", "NGRAM", CHAIN),
+    ("bamba", "none", PLAIN),
+]
 PAGE_SIZES = (1, 16, 64)
 PAIRS = list(product(("torch", "jax"), repeat=2))
 DEFAULT = {
     ("torch", "torch", Case("qwen3_5", "NEXTN", CHAIN, 16)),
+    ("torch", "torch", Case("nemotron_h", "NEXTN", CHAIN, 16)),
     ("torch", "torch", Case("llama", "EAGLE3", TREE, 64)),
     ("torch", "torch", Case("qwen3_moe", "none", PLAIN, 1)),
     ("torch", "torch ranks 2", Case("qwen3_5", "NEXTN", CHAIN, 16)),
@@ -69,8 +78,15 @@ TP_RUNS = {
     ("torch", "torch ranks 2", Case("llama", "DFLASH", CHAIN, 16)),
     ("torch", "torch ranks 4", Case("llama", "none", PLAIN, 16)),
     ("torch ranks 4", "jax", Case("llama", "none", PLAIN, 16)),
+    ("torch ranks 2", "torch", Case("nemotron_h", "NEXTN", CHAIN, 16)),
+    ("torch", "torch ranks 4", Case("bamba", "none", PLAIN, 16)),
 }
 """Ranks run every step next to one rank and compare its bits; 4 ranks share 2 KV heads."""
+RUNS |= {
+    (source, sink, Case(family, drafter, shape, 16))
+    for source, sink in PAIRS
+    for family, drafter, shape in MAMBA2
+}
 RUNS |= DEFAULT | TP_RUNS | {(*pair, Case("olmo3", "none", PLAIN, 4, 130)) for pair in PAIRS}
 
 
@@ -97,6 +113,8 @@ def test_transfer_preserves_output_and_acceptance(source, sink, case):
     serve(prefill, case, max_tokens=0)
     records = [exported(prefill, each) for each in asked]
     assert all(record.num_tokens >= TRANSFERRED for record in records)
+    if case.family in HYBRIDS:
+        assert {(x.num_tokens, x.header.has_snapshot) for x in records} == {(TRANSFERRED, True)}
     engine = engine_of(sink, case)
     wipe(engine)
     jobs = [engine.transfer.begin_import(record, holds=False) for record in records]
@@ -104,6 +122,8 @@ def test_transfer_preserves_output_and_acceptance(source, sink, case):
     assert all(job.is_done for job in jobs)
     found = serve(engine, case)
     assert engine.cache.num_hit >= len(asked) * TRANSFERRED
+    if case.family in HYBRIDS:
+        assert engine.cache.num_hit == len(asked) * TRANSFERRED
     for number, each in enumerate(asked):
         is_same = found[number].tokens == wanted[number].tokens
         if is_same:

@@ -25,16 +25,18 @@ from tests.support.cells import MODEL_SEEDS
 from tests.support.drafter_cases import controller_of, programs_of
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import HYBRIDS, tiny_model
 from tests.support.tiny_small import small_model
 
 BATCH, CONTEXT, CHUNK = 3, 320, 64
 PROMPT, TOKENS = 150, 32
 CHAIN, PLAIN = TreeShape.chain(3, BATCH), TreeShape.plain(BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
-HYBRID = "qwen3_5"
 TRANSFERRED = 128
-"""Tokens that every record of a prompt of 150 has: a snapshot is at a multiple of 64."""
+"""Tokens that every record of a prompt of 150 has: a snapshot is at a multiple of 64.
+
+Records of hybrids have no more.
+"""
 
 SAMPLINGS: dict[str, dict] = {
     "greedy": {"temperature": 0.0},
@@ -97,7 +99,7 @@ def capacity_of(case: Case) -> BackendLimits:
         page_size=case.page_size,
         num_pages=1 + BATCH * pages,
         num_slots=1 + BATCH,
-        num_snapshots=13 if case.family == HYBRID else 1,
+        num_snapshots=13 if case.family in HYBRIDS else 1,
         programs=programs_of(case.drafter, case.shape, batch=BATCH, pages=pages, chunk=CHUNK),
         overlap=2,
         context_length=CONTEXT,
@@ -130,7 +132,7 @@ def engine_of(framework: str, case: Case) -> Engine:
         controller_of(backend.capacity, case.drafter, case.shape),
         overlap=2,
         chunked_prefill_size=CHUNK,
-        cache=policy_of(case.drafter, is_hybrid=case.family == HYBRID),
+        cache=policy_of(case.drafter, is_hybrid=case.family in HYBRIDS),
         transfer_fingerprint="tests",
     )
 
