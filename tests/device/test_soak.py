@@ -1,9 +1,11 @@
-"""Soak of 5,000 requests over few pages: every output equals plain decoding, nothing leaks."""
+"""Soak over few pages: every output equals plain decoding, nothing leaks."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -17,7 +19,9 @@ from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.drafter_cases import (
     CASES,
+    CHAIN,
     CHUNK,
+    HOST_TREE,
     Fewer,
     capacity_of,
     controller_of,
@@ -27,12 +31,30 @@ from tests.support.drafter_cases import (
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.run_engine import Outcome, checked_step, drive
 
-CHATS, TURNS, MOST_TOKENS, OVERLAP = 24, 3, 24, 2
-NUM_REQUESTS, QUEUED = 5000, 12
-FEW_PAGES = 16
+CHATS, TURNS, MOST_TOKENS, OVERLAP = 8, 3, 24, 2
+QUEUED = 12
+FEW_PAGES = 20
 """For what takes up to 11 pages each, three at a time."""
 
-SOAKED = {"NEXTN": CASES[1], "STANDALONE": CASES[3]}
+DELTA = (CASES[1], CASES[3])
+MAMBA2 = (
+    ("nemotron_h", "NEXTN", CHAIN),
+    ("nemotron_h", "NGRAM", HOST_TREE),
+    ("granitemoehybrid", "STANDALONE", CHAIN),
+    ("granitemoehybrid", "NGRAM", HOST_TREE),
+    ("falcon_h1", "NGRAM", HOST_TREE),
+    ("bamba", "STANDALONE", CHAIN),
+)
+RUNS = [("torch", MAMBA2[0], 100, 0)]
+"""Framework, case, number of requests, and number of the draw."""
+
+MATRIX = [(framework, case, 5000, 1) for framework, case in product(("torch", "jax"), DELTA)]
+MATRIX += [
+    (framework, case, 500, number)
+    for framework, cases in (("torch", MAMBA2), ("jax", MAMBA2[:1]))
+    for case in cases
+    for number in range(1, 5)
+]
 
 
 def kinds_of(backend: Backend) -> list[tuple[Request, list[int]]]:
@@ -58,11 +80,17 @@ def _request(number: int, prompt: list[int], chat: int) -> Request:
     return Request(request_id=number, prompt=tuple(prompt), sampling=params)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("drafter", SOAKED)
-def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
-    case = SOAKED[drafter]
+def param(run: tuple, marks: tuple = ()):
+    framework, case, count, number = run
+    name = f"{framework}-{case[0]}-{case[1]}-{count}-{number}"
+    return pytest.param(framework, case, count, number, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("framework", "case", "count", "number"),
+    [*map(param, RUNS), *(param(run, (pytest.mark.matrix,)) for run in MATRIX)],
+)
+def test_soak_preserves_output_and_pages(framework, case, count, number):
     made = (*model_of(*case[:2]), capacity_of(*case), drafter_of(*case[:2]))
     backend = make_backend(framework, *made)
     kinds = kinds_of(backend)
@@ -74,16 +102,15 @@ def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
         chunked_prefill_size=CHUNK,
         cache=policy_of(case[1], is_hybrid=True),
     )
-    rng, usage = random.Random(4), []
+    rng, usage = random.Random(number), []
     asked: dict[int, tuple[int, Request, Outcome]] = {}
     left: set[int] = set()
-    while engine.busy or len(asked) < NUM_REQUESTS:
-        while len(asked) < NUM_REQUESTS and len(engine.scheduler.waiting) < QUEUED:
-            number, kind = len(asked), rng.randrange(len(kinds))
-            of = kinds[kind][0]
+    while engine.busy or len(asked) < count:
+        while len(asked) < count and len(engine.scheduler.waiting) < QUEUED:
+            kind = rng.randrange(len(kinds))
             new = replace(
-                of,
-                request_id=number,
+                kinds[kind][0],
+                request_id=len(asked),
                 output=[],
                 slot=0,
                 cached_tokens=None,
@@ -91,7 +118,7 @@ def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
                 tenant=rng.choice(("", "", "other")),
                 priority=rng.choice((0, 0, 1)),
             )
-            asked[number] = kind, new, Outcome()
+            asked[new.request_id] = kind, new, Outcome()
             engine.add(new)
         for event in checked_step(engine):
             asked[event.request_id][2].take(event)
@@ -101,27 +128,34 @@ def test_soak_5000_requests_preserve_output_and_pages(framework, drafter):
             left.add(gone.request_id)
             engine.abort(gone.request_id)
     oracle, num_hit = Oracle(*model_of(*case[:2])), engine.cache.num_hit
-    for number, (kind, request, outcome) in asked.items():
+    ties, accepted = 0, Counter[int]()
+    for kind, request, outcome in asked.values():
         text = kinds[kind][1]
-        if number in left:
+        accepted.update(outcome.accepted)
+        if request.request_id in left:
             assert outcome.tokens == text[: len(outcome.tokens)] or outcome.finish_reason
             continue
         assert outcome.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
         if outcome.tokens != text:
             oracle.check(request.prompt, outcome.tokens, request.sampling)
+            ties += 1
     assert_few_excused()
     assert sum(usage) / len(usage) > 0.95
     assert engine.scheduler.num_preemptions > 0
-    assert num_hit > 0
+    with_hit = sum(bool(request.cached_tokens) for _, request, _ in asked.values())
+    assert with_hit > len(asked) / 20
+    assert {0, 1, 2, 3} <= accepted.keys()
     engine.cache.tree.evict(engine.cache.num_pages)
     engine.cache.check([])
     assert engine.allocator.pages.num_free == FEW_PAGES - 1
     assert engine.allocator.num_free_slots == few.capacity.num_slots - 1
     assert engine.cache.tree.snapshots.num_free == few.capacity.num_snapshots - 1
     print(
-        f"{framework} {drafter}: {len(asked)} requests, {len(left)} aborted, "
-        f"{engine.scheduler.num_preemptions} preemptions, "
-        f"{num_hit / engine.cache.num_queried:.1%} of prompt tokens hit, "
+        f"{framework} {case[0]} {case[1]}: {len(asked)} requests, {len(left)} aborted, "
+        f"{ties} with a near tie, {engine.scheduler.num_preemptions} preemptions, "
+        f"{with_hit} with prefix hits of {num_hit / engine.cache.num_queried:.1%} of all prompt "
+        "tokens, "
+        f"{1 + sum(n * k for n, k in accepted.items()) / accepted.total():.2f} tokens a step, "
         f"pages in use {sum(usage) / len(usage):.1%}"
     )
     backend.close()

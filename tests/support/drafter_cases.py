@@ -14,6 +14,7 @@ from shared.engine.ngram_controllers.controller import NgramController
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
+from tests.support.cells import MODEL_SEEDS
 from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_heads import (
     cyclic,
@@ -22,7 +23,7 @@ from tests.support.tiny_heads import (
     tiny_pair_head,
     tiny_spark_head,
 )
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import HYBRIDS, tiny_model
 from tests.support.tiny_small import small_model
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 16, 24, 320, 64
@@ -31,6 +32,8 @@ CHAIN = TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
 BLOCK_TREE = TreeShape(nodes=12, depth=3, width=4, rows=12 * BATCH, block=4)
 PLAIN = TreeShape.plain(BATCH)
+HOST_TREE = TreeShape.chain(7, BATCH)
+"""Program of the n-gram trees of eight nodes, which may be of any form."""
 CASES = [
     ("llama", "none", PLAIN),
     ("qwen3_5", "NEXTN", CHAIN),
@@ -52,7 +55,7 @@ CASES = [
 
 @lru_cache
 def model_of(family: str, drafter: str):
-    config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5, "gemma4": 7}[family])
+    config, weights = tiny_model(family, MODEL_SEEDS[family])
     return config, cyclic(config, weights) if drafter in BLOCK_KINDS else weights
 
 
@@ -104,7 +107,7 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
-        num_snapshots=13 if family == "qwen3_5" else 1,
+        num_snapshots=13 if family in HYBRIDS else 1,
         programs=programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         overlap=OVERLAP,
         context_length=CONTEXT,
