@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from bench.steps.text_independence import WAYS, difference, fault_of, main
-from tests.support.tiny_models import LATENT, write_tiny
+from shared.models.saving import save_checkpoint
+from tests.support.tiny_models import HYBRIDS, LATENT, MAMBA2, WITH_MTP, tiny_model, write_tiny
+from tests.support.tiny_small import small_config, small_model
 
 LONG = 6144
 """Context length of the tiny models here, of which tests use half."""
+
+IN_TORCH = [(family, "torch") for family in (*MAMBA2, "minimax_m2", "qwen3_next")]
+IN_JAX = [("falcon_h1", "jax"), ("nemotron_h", "jax")]
 
 
 def tiny(folder: Path, family: str) -> Path:
@@ -25,12 +30,19 @@ def tiny(folder: Path, family: str) -> Path:
 
 
 def lines(
-    folder: Path, backend: str, drafts: list[str], tokens: int, output: int, count: int = 3
+    folder: Path,
+    backend: str,
+    drafts: list[str],
+    tokens: int,
+    output: int,
+    count: int = 3,
+    small: Path | None = None,
 ) -> list[dict]:
     out = folder / "found.json"
     words = ["--model", str(folder), "--load-format", "auto", "--dtype", "float32"]
     words += ["--backend", backend, "--input", str(tokens), "--output", str(output)]
     words += ["--count", str(count)]
+    words += ["--folders", f"STANDALONE={small}"] if small else []
     flags = "--page-size 4 --chunked-prefill-size 256"
     assert main([*words, "--out", str(out), "--flags", flags, "--drafts", *drafts]) == 0
     return json.loads(out.read_text())["lines"]
@@ -52,6 +64,21 @@ def test_long_latent_outputs_are_equal(backend: str, family: str, tmp_path: Path
     """Prompts are longer than the original context of YaRN."""
     folder = tiny(tmp_path, family)
     assert len(lines(folder, backend, ["none", "NEXTN:S=3"], LONG // 2, 80, count=2)) == 10
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "backend"), [*IN_TORCH, *IN_JAX])
+def test_outputs_with_every_drafter_are_equal(family: str, backend: str, tmp_path: Path):
+    """The first line, with which all others are compared, is plain decoding one by one."""
+    folder, small = tiny(tmp_path / "target", family), tmp_path / "small"
+    weights = small_model(*tiny_model(family, 3), family, 4).weights
+    save_checkpoint(small, small_config(family), weights, 1)
+    drafts = ["none", "NGRAM:N=8", "STANDALONE:S=3"]
+    drafts += ["NEXTN:S=3", "NEXTN:S=3,k=2,N=6"] if family in WITH_MTP else []
+    # Without states more of a prompt is shared, and pages run short later.
+    output = 60 if family in HYBRIDS else 120
+    found = lines(folder, backend, drafts, 300, output, small=small)
+    assert len(found) == 5 * len(drafts)
 
 
 def test_difference_names_first_other_token():

@@ -34,7 +34,7 @@ from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
-from tests.support.tiny_models import DENSE, DIVIDED, LATENT, MATRIX_ONLY, WITH_MTP
+from tests.support.tiny_models import DENSE, DIVIDED, LATENT, MAMBA2, MATRIX_ONLY, WITH_MTP
 from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
@@ -167,12 +167,21 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     [
         *every(EXPERTS, EXPERTS[:4], EXPERTS[4:]),
         (TWO, "nemotron_h"),
-        *(pytest.param(TWO, family, marks=pytest.mark.matrix) for family in MATRIX_ONLY),
+        *(
+            pytest.param(TWO, family, marks=pytest.mark.matrix)
+            for family in ("granitemoehybrid", *MATRIX_ONLY)
+        ),
     ],
 )
 def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "exact", FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", [*MAMBA2, "minimax_m2", "qwen3_next"])
+def test_tp_ngram_trees_bitwise_equal(family, backends):
+    serve_on(backends, TWO, family, "NGRAM", "exact", TRAFFIC)
 
 
 def test_tp_torch_processes_bitwise_equal():
@@ -227,6 +236,8 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("gemma2", "EAGLE"),
         ("gemma3", "EAGLE3"),
         ("gemma4", "ASSISTANT"),
+        ("falcon_h1", "EAGLE3"),
+        ("nemotron_h", "NEXTN"),
     ],
 )
 def test_tp_jax_devices_decode_bitwise_equal(family, drafter):

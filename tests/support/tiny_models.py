@@ -258,7 +258,9 @@ DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
 """Families with GDN layers."""
-HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", *DELTA)
+MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Families with Mamba2 layers."""
+HYBRIDS = (*MAMBA2, *DELTA)
 """Families with a recurrent state."""
 WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h", *DELTA)
 
