@@ -36,6 +36,9 @@ EXPERTS_OF_RANKS = (
     f"{EXPERTS}, 2 ranks",
     "qwen3.5-122b-a10b-fp8, NEXTN S=3 k=1 N=4, batch 8, 4 ranks",
 )
+LATENT_CHAINS = "glm-4.7-flash, NEXTN S=3 k=1 N=4, batch 8"
+MAMBA2_CHAINS = "nemotron-3-nano, NEXTN S=3 k=1 N=4, batch 8"
+LATENT_CODES = "deepseek-v3-8-layers-fp8, none, batch 8"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
 CODES_OF_MANY = tuple(f"FP8 {what}, 256 rows" for what in ("out", "down", "27B gate and up"))
@@ -91,9 +94,9 @@ EXCUSES = (
     Excuse("prefill_attention", ("heads of 512, prompt of 512",), 496, OF_SPANS),
     Excuse("latent_attention", LATENT_ALONE, 152, TWO_SUMS),
     Excuse("attention_sm90", DESCRIBED_PROMPTS, 900, OF_SPANS),
-    Excuse("sample_rows", (SCORED, CODES), 8, FEW),
+    Excuse("sample_rows", (SCORED, CODES, LATENT_CODES), 8, FEW),
     Excuse("sample_rows", ("head, 1 rows, greedy",), 8, FEW),
-    Excuse("sample_rows", (FED,), 24, SOME),
+    Excuse("sample_rows", (FED, MAMBA2_CHAINS), 24, SOME),
     Excuse("sample_tiles", (BLOCKS,), 8, FEW),
     Excuse("gdn_decode", ("8 x chain of 4", EXPERTS, *EXPERTS_OF_RANKS), 64, TIMED),
     Excuse("linear_sm90", (CODES_FED,), 144, GATED_CODES),
@@ -104,11 +107,17 @@ EXCUSES = (
         "what groups hold of rows with a temperature, after the sums",
     ),
     Excuse(
-        "attention_layer_sm90", DESCRIBED, 200, "numbers that stay the same while tiles are added"
+        "attention_layer_sm90",
+        (*DESCRIBED, MAMBA2_CHAINS),
+        200,
+        "numbers that stay the same while tiles are added",
     ),
     Excuse("tree_next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
-        "find_threshold", (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
+        "find_threshold",
+        (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS, LATENT_CHAINS, MAMBA2_CHAINS),
+        52,
+        MANY_WARPS,
     ),
     Excuse("find_threshold", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
     Excuse("attention_layer", MIXES, 240, TIMED),
