@@ -28,8 +28,8 @@ PROFILES = {
     "maths": Profile(certain=0.7, least=0.5, most=0.95),
     "code": Profile(certain=0.5, least=0.5, most=0.9),
     "chat": Profile(certain=0.2, least=0.4, most=0.85),
+    "bidirectional": Profile(certain=0.3, least=0.4, most=0.85, follows=0.3),
 }
-BIDIRECTIONAL = Profile(certain=0.3, least=0.4, most=0.85, follows=0.3)
 
 
 def run(
@@ -77,7 +77,7 @@ def test_chain_or_tree_wins_by_batch() -> None:
 
 
 def test_branch_rates_show_what_follows_siblings() -> None:
-    _, controller = run(Static(TREE), BIDIRECTIONAL, 8, 200)
+    _, controller = run(Static(TREE), PROFILES["bidirectional"], 8, 200)
     assert controller.branches is not None
     ratio = np.exp(controller.branches.log_ratio())
     assert (ratio[1:6] < 0.6).all()
@@ -87,9 +87,9 @@ def test_branch_rates_show_what_follows_siblings() -> None:
 
 
 def test_trees_gain_from_branch_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated, _ = run(Static(TREE), BIDIRECTIONAL, 8, 200)
+    calibrated, _ = run(Static(TREE), PROFILES["bidirectional"], 8, 200)
     monkeypatch.setattr(BranchRates, "log_ratio", lambda self: np.zeros(15))
-    uncalibrated, _ = run(Static(TREE), BIDIRECTIONAL, 8, 200)
+    uncalibrated, _ = run(Static(TREE), PROFILES["bidirectional"], 8, 200)
     assert calibrated.tokens == uncalibrated.tokens
     assert calibrated.steps < 0.98 * uncalibrated.steps
 
