@@ -29,7 +29,10 @@ SAVED_AGAIN = (
     "it is never loaded because it can run code; save the model as safetensors "
     "(save_pretrained of transformers does) and give that folder"
 )
-MERGED = "merge it into the weights of its base model, and give the merged checkpoint"
+WITH_BASE = (
+    "give its base model, with the adapter in --lora-paths, or merge it into the weights of its "
+    "base model"
+)
 PULLED = "run `git lfs pull` in the repository, or download the model by its hub id"
 
 
@@ -172,7 +175,7 @@ def fault_of_names(names: Collection[str]) -> str | None:
     is.
     """
     if ADAPTER_FILE in names:
-        return f"it is an adapter ({ADAPTER_FILE}), and adapters are not supported; {MERGED}"
+        return f"it is an adapter ({ADAPTER_FILE}); {WITH_BASE}"
     if PIPELINE_FILE in names:
         return f"it is a diffusers pipeline ({PIPELINE_FILE}), and only text models are served"
     if PARAMS_FILE in names and CONFIG_FILE not in names:
@@ -211,7 +214,7 @@ def adapter(folder: Path) -> str:
         base = settings.get("base_model_name_or_path") or "another model"
     except (OSError, ValueError, AttributeError):
         base = "another model"
-    return f"it is an adapter ({ADAPTER_FILE}) of {base}, and adapters are not supported; {MERGED}"
+    return f"it is an adapter ({ADAPTER_FILE}) of {base}; {WITH_BASE}"
 
 
 def broken_link(path: Path) -> str:

@@ -91,7 +91,7 @@ WITHOUT_CONFIG: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "pickle": (lambda f: (f / "pytorch_model.bin").touch(), ["pytorch_model.bin", "run code"]),
     "adapter": (
         lambda f: write_json(f / "adapter_config.json", {"base_model_name_or_path": "ORG/BASE"}),
-        ["an adapter", "of ORG/BASE", "merge it into the weights of its base model"],
+        ["an adapter", "of ORG/BASE; give its base model, with the adapter in --lora-paths"],
     ),
     "broken adapter": (lambda f: (f / "adapter_config.json").write_text("["), ["an adapter"]),
     "diffusers": (lambda f: write_json(f / "model_index.json", {}), ["diffusers pipeline"]),
