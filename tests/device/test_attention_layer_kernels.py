@@ -22,6 +22,8 @@ import torch_impl.ops.attention.attention
 import torch_impl.ops.attention.attention_layer
 from kernels.tiles import BLOCKS, DecodeAttentionTiles
 from shared.boundary.workspace import MOST_PARTS
+from shared.spec.assistant import reading_rows
+from shared.spec.attention import with_sliding_window
 from shared.spec.attention_layer import BOUNDS, row_bounds
 from shared.spec.reduction_order import ATTENTION, SQUARES
 from tests.support.attention_layer_kernels import (
@@ -40,8 +42,10 @@ from tests.support.cases.attention.attention_layer import (
     CASES,
     EPS,
     MixCase,
+    mix_case,
     prompt_case,
     specified,
+    table_of,
     tree_case,
 )
 from tests.support.kernels import (
@@ -101,6 +105,16 @@ def test_attention_layer_matches_spec(name: str, how: How, run) -> None:
     assert np.isnan(got.others).all()
     if how.is_fused:
         assert not np.asarray(got.arrivals).any()
+
+
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+def test_rows_at_one_position_match_spec(how: How, run) -> None:
+    """Rows of an assistant, which read the KV of its target."""
+    rows = reading_rows(np.array([30, 105, 0]), table_of(3, 8, 0), {}, 3)
+    case = mix_case(with_sliding_window(rows, 12), 3 * np.arange(4), 3, has_kv=False)
+    (out, *pools), got = specified(case), run(case, how)
+    np.testing.assert_allclose(got.out, out, atol=FLOAT32, rtol=0)
+    np.testing.assert_array_equal(got.pools[:, 1:], np.stack(pools)[:, 1:])
 
 
 @each_case

@@ -54,6 +54,9 @@ TREE_CELLS = [
     for drafter in ("NEXTN", "STANDALONE")
     for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
 ]
+TREE_CELLS += [
+    tree_cell("gemma4", "ASSISTANT", TREES[1], how, "mixed", 1, 16) for how in (GREEDY, SAMPLED)
+]
 BLOCK_CELLS = [
     blocks.cell("qwen3_5", GREEDY, "mixed", 1, 16),
     blocks.cell("qwen3_5", SAMPLED, "mixed", 2, 16),

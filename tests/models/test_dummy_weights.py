@@ -46,7 +46,7 @@ HEADS = dict.fromkeys(
     (f"qwen3-8b-{each}" for each in ("eagle3", "dflash", "dspark", "dflash2")), "qwen3-8b"
 )
 HEADS |= {f"{name}-eagle3": name for name in ("llama-3.1-8b", "qwen3-32b")}
-HEADS |= {"qwen3.5-9b-dflash": "qwen3.5-9b"}
+HEADS |= {"qwen3.5-9b-dflash": "qwen3.5-9b", "gemma-4-31b-assistant": "gemma-4-31b"}
 TARGETS = sorted({path.name for path in SHAPES.iterdir()} - HEADS.keys())
 
 
