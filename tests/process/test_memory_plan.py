@@ -30,6 +30,7 @@ from shared.models.model_folder import ModelFolder
 from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
+from shared.process.caching import cache_policy
 from shared.process.device import Device, cgroup_free_bytes
 from shared.process.memory_plan import plan
 from shared.process.start import prepare
@@ -220,6 +221,20 @@ def test_mamba2_states_have_computed_size(ranks, framework):
     assert lines["snapshots"].num_bytes == capacity.num_snapshots * request
     assert lines["state"].detail.startswith(f"32 x {request:,} bytes")
     assert "draft state" not in lines
+
+
+def test_mamba_track_interval_sets_policy_of_mamba2_hybrid():
+    config = config_from_folder(ROOT / "bench" / "shapes" / "nemotron-3-nano")
+    device, costs = Device("gpu", "one", 140 * GB), PLATFORMS["torch"].costs
+
+    def interval(*flags: str) -> int:
+        memory = plan(parse(flags), config, DrafterSpec.of_mtp(config), device, costs)
+        return cache_policy(memory).track_interval
+
+    assert interval() == 64
+    assert interval("--mamba-track-interval", "256") == 256
+    with pytest.raises(ConfigError, match="--mamba-track-interval does not fit: .*multiple of 64"):
+        interval("--mamba-track-interval", "100")
 
 
 def test_plan_rings_have_entry_per_in_flight_step():
