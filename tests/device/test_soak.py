@@ -21,7 +21,6 @@ from tests.support.drafter_cases import (
     CASES,
     CHAIN,
     CHUNK,
-    HOST_TREE,
     Fewer,
     capacity_of,
     controller_of,
@@ -37,23 +36,13 @@ FEW_PAGES = 20
 """For what takes up to 11 pages each, three at a time."""
 
 DELTA = (CASES[1], CASES[3])
-MAMBA2 = (
-    ("nemotron_h", "NEXTN", CHAIN),
-    ("nemotron_h", "NGRAM", HOST_TREE),
-    ("granitemoehybrid", "STANDALONE", CHAIN),
-    ("granitemoehybrid", "NGRAM", HOST_TREE),
-    ("falcon_h1", "NGRAM", HOST_TREE),
-    ("bamba", "STANDALONE", CHAIN),
-)
-RUNS = [("torch", MAMBA2[0], 100, 0)]
+MAMBA2 = ("nemotron_h", "NEXTN", CHAIN)
+RUNS = [("torch", MAMBA2, 100, 0)]
 """Framework, case, number of requests, and number of the draw."""
 
 MATRIX = [(framework, case, 5000, 1) for framework, case in product(("torch", "jax"), DELTA)]
 MATRIX += [
-    (framework, case, 500, number)
-    for framework, cases in (("torch", MAMBA2), ("jax", MAMBA2[:1]))
-    for case in cases
-    for number in range(1, 5)
+    (framework, MAMBA2, 500, number) for framework in ("torch", "jax") for number in range(1, 5)
 ]
 
 

@@ -32,8 +32,6 @@ CHAIN = TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
 BLOCK_TREE = TreeShape(nodes=12, depth=3, width=4, rows=12 * BATCH, block=4)
 PLAIN = TreeShape.plain(BATCH)
-HOST_TREE = TreeShape.chain(7, BATCH)
-"""Program of the n-gram trees of eight nodes, which may be of any form."""
 CASES = [
     ("llama", "none", PLAIN),
     ("qwen3_5", "NEXTN", CHAIN),
