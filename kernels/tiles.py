@@ -127,6 +127,7 @@ class ExpertsTiles:
       grouped: Whether rows of one expert share a tile (grouped GEMM). Otherwise each slot of a row
         is a tile, and the down GEMM adds a row's slots too.
       slots: Slots of a tile.
+      swapped: Swap-AB: outputs, not slots, are the wide side of the tensor core.
       columns, depth: Outputs of a program of the gate-up GEMM, and inputs per step.
       warps, stages: Warps and pipeline stages of its kernel.
       down_columns, down_depth, down_warps, down_stages: The same for the down GEMM.
@@ -142,6 +143,7 @@ class ExpertsTiles:
 
     grouped: bool
     slots: int
+    swapped: bool
     columns: int
     depth: int
     warps: int

@@ -155,11 +155,12 @@ def test_experts_kernels_bitwise_equal(name: str, one_arithmetic) -> None:
 
 @each_language
 @pytest.mark.parametrize("name", ["a shared expert with a gate", "FP8", *(LARGE if ON_GPU else {})])
-def test_experts_row_bits_independent_of_batch_and_grouping(name: str, language: str) -> None:
+def test_experts_row_bits_independent_of_batch_and_tiles(name: str, language: str) -> None:
     case = CASES[name]
     cut = tiles()
     want = run(language, case, cut=cut)
-    check_same(language, run(language, case, cut=replace(cut, grouped=True)), want)
+    for changed in ({"grouped": True}, {"swapped": False}):
+        check_same(language, run(language, case, cut=replace(cut, **changed)), want)
     alone = run(language, case, cut=cut, rows=[1])
     check_same(language, alone, Found(*(x[1:2] for x in want)))
 

@@ -45,7 +45,7 @@ def routing(experts: int, top: int, **changed: Any) -> RoutingSettings:
 
 
 def tiles(**changed: Any) -> ExpertsTiles:
-    how = {"slots": 16, "columns": 32, "depth": 32, "warps": 4, "stages": 2}
+    how = {"slots": 16, "swapped": True, "columns": 32, "depth": 32, "warps": 4, "stages": 2}
     how |= {"down_columns": 64, "down_depth": 32, "down_warps": 4, "down_stages": 2}
     how |= {"sum_columns": 128, "sum_warps": 2, "group_rows": 16}
     how |= {"router_rows": 4, "router_depth": 32, "router_warps": 4, "router_stages": 2}

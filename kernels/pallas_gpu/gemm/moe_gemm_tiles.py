@@ -9,6 +9,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
 from kernels.pallas_gpu.gemm.linear_mainloop import accumulate
+from kernels.tiles import ExpertsTiles
 from shared.models.formats.weight_format import PLAIN
 
 
@@ -21,14 +22,31 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertGemmConfig(NamedTuple):
-    """Tile config of a GEMM: format of the weight, lanes of a tile, and slots of a row."""
+    """Tile config of a GEMM.
+
+    Attributes:
+      format: Name of the weight format.
+      lanes, columns, depth: Slots and outputs of a tile, and inputs per step.
+      is_swapped: Swap-AB: outputs are the wide side of the tensor core.
+      slots: Slots of a row.
+    """
 
     format: str
     lanes: int
+    is_swapped: bool
     columns: int
     depth: int
     slots: int
     interpret: bool
+
+    @classmethod
+    def of(
+        cls, format: str, tiles: ExpertsTiles, slots: int, interpret: bool, *, is_down: bool = False
+    ) -> "ExpertGemmConfig":
+        """Returns the config of the gate-up GEMM, or of the down GEMM."""
+        gate_up, down = (tiles.columns, tiles.depth), (tiles.down_columns, tiles.down_depth)
+        columns, depth = down if is_down else gate_up
+        return cls(format, tiles.slots, tiles.swapped, columns, depth, slots, interpret)
 
 
 class ExpertTile(NamedTuple):
@@ -65,8 +83,6 @@ def bias_of(stored, of_expert, output, is_output):
 def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, config):
     """Multiplies some rows with outputs of an expert, [outputs, lanes].
 
-    The weight is the wide side of the tensor core (swap-AB).
-
     Args:
       x_ref: Rows, `[R, inputs]`.
       row, is_row: Row of each lane, and a mask of the lanes that have one.
@@ -94,5 +110,6 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
     )
     loader = LOADERS[config.format](tile, config.depth, not config.interpret)
     steps = pl.cdiv(x_ref.shape[1], loader.depth)
-    (total,) = accumulate(loader, (len(output), config.lanes), 1, steps, is_swapped=True)
-    return total
+    shape = (len(output), config.lanes) if config.is_swapped else (config.lanes, len(output))
+    (total,) = accumulate(loader, shape, 1, steps, config.is_swapped)
+    return total if config.is_swapped else total.T

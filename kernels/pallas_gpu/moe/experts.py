@@ -196,9 +196,7 @@ def act_and_mul_linear(
     Grouped tiles require the expert blocks of `group`.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // activation.num_projections
-    config = ExpertGemmConfig(
-        format, tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret
-    )
+    config = ExpertGemmConfig.of(format, tiles, routing.slots, interpret)
     return pl.pallas_call(
         partial(
             _gated_kernel,
@@ -234,9 +232,7 @@ def linear_add(
 ) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
-    config = ExpertGemmConfig(
-        format, tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret
-    )
+    config = ExpertGemmConfig.of(format, tiles, routing.slots, interpret, is_down=True)
     of = jax.ShapeDtypeStruct
     stream = ExpertStream(
         rows=of((R, N), rows.dtype),

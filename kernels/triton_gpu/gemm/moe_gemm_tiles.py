@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.block_loaders import OperandTile, TileLoads, packed_tile
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 
@@ -42,13 +43,24 @@ class ExpertGemmSizes(NamedTuple):
 
 
 class ExpertGemmConfig(NamedTuple):
-    """Tile config of a GEMM; lanes of a tile, and whether tiles are expert blocks."""
+    """Tile config of a GEMM; lanes of a tile, whether outputs are the wide side of the tensor core
+    (swap-AB), and whether tiles are expert blocks.
+    """
 
     lanes: int
+    is_swapped: bool
     columns: int
     depth: int
     stages: int
     is_grouped: bool
+
+    @classmethod
+    def of(cls, tiles: ExpertsTiles, *, is_down: bool = False) -> "ExpertGemmConfig":
+        """Returns the config of the gate-up GEMM, or of the down GEMM."""
+        gate_up = tiles.columns, tiles.depth, tiles.stages
+        down = tiles.down_columns, tiles.down_depth, tiles.down_stages
+        columns, depth, stages = down if is_down else gate_up
+        return cls(tiles.slots, tiles.swapped, columns, depth, stages, tiles.grouped)
 
 
 class ExpertTile(NamedTuple):
@@ -90,10 +102,7 @@ def product_of(
     sizes: tl.constexpr,
     config: tl.constexpr,
 ):
-    """Multiplies some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
-
-    The weight is the wide side of the tensor core (swap-AB).
-    """
+    """Multiplies some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes]."""
     # Triton 3.6 takes attributes of a constant for constants only where they have a name.
     lanes: tl.constexpr = config.lanes
     depth: tl.constexpr = sizes.loads.format.inputs
@@ -101,8 +110,13 @@ def product_of(
     loads: tl.constexpr = sizes.loads
     rows = OperandTile(place=x_at, scales=x_at, first=0, is_inside=is_slot, count=0)
     weight = _outputs_of(stored, expert.to(tl.int64), outputs, output, is_output, sizes)
-    acc = tl.zeros((output.shape[0], lanes), tl.float32)
-    acc, _ = accumulate(acc, rows, weight, depth, stages, 0, True, loads)
+    if config.is_swapped:
+        acc = tl.zeros((output.shape[0], lanes), tl.float32)
+        acc, _ = accumulate(acc, rows, weight, depth, stages, 0, True, loads)
+    else:
+        acc = tl.zeros((lanes, output.shape[0]), tl.float32)
+        acc, _ = accumulate(acc, rows, weight, depth, stages, 0, False, loads)
+        acc = tl.trans(acc)
     return acc
 
 

@@ -182,7 +182,7 @@ def act_and_mul_linear(
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
     chunks = 0 if squares is None else squares.shape[1]
     spread = triton.next_power_of_2(max(chunks, 1))
-    config = ExpertGemmConfig(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
+    config = ExpertGemmConfig.of(tiles)
     sizes = _sizes(gate_up, format, N, hidden, routing, config, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
@@ -219,9 +219,7 @@ def linear_add(
 ) -> ExpertStream:
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
-    config = ExpertGemmConfig(
-        tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped
-    )
+    config = ExpertGemmConfig.of(tiles, is_down=True)
     sizes = _sizes(down, format, N, K, routing, config, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
