@@ -29,6 +29,7 @@ OF_STYLES = {
     "kimi_k3": ["<|close|>argument<|sep|>", "<|close|>think<|sep|>"],
     "hy3": ["</arg_value:opensource>", "</think:opensource>"],
     "cohere": ["<|END_THINKING|>"],
+    "mistral": ["[/THINK]"],
 }
 """Further ones of tool-call formats; a walk chooses them in half of the cases."""
 
