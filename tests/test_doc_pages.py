@@ -30,7 +30,7 @@ INTERNALS += ("structured_output_internals", "tensor_parallelism_internals")
 FIGURES = ("kernels/measurements", "rejected_experiments", "rejected_experiments/*")
 MAX_SENTENCE_WORDS = 30
 OTHER_FLAGS = {"--limit-s", "--only", "--ops", "--print-completion", "--total-s", "--whole"}
-OTHER_FLAGS |= {"--config"}
+OTHER_FLAGS |= {"--config", "--compile-at-once"}
 """Flags of benchmarks, and flags that are no option of the server."""
 MEASURED = re.compile(r"\d (?:us|ms|GB/s|TB/s|TFLOP/s)\b|\d times as (?:fast|slow)")
 

@@ -12,19 +12,23 @@ printed and written as soon as it is known.
         --tiles '{}' '{"stages": 2}' '{"stages": 2, "splits": 4}'
 
 searches tile configs for a GPU (`kernels/tiles.py`): the cases with the text in their name, with
-the tiles of the GPU's file and with some of them replaced.
+the tiles of the GPU's file and with some of them replaced. A config that cannot run is printed with
+its error. `--compile-at-once 12` first compiles the torch kernels of all of them in 12 processes,
+which share Triton's cache on the disk.
 """
 
 import argparse
 import hashlib
 import json
 import math
+import multiprocessing
 import platform
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,11 +37,13 @@ import numpy as np
 
 from bench.common.environment import write_results
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
-from tests.support.op_sides import SIDES, Changes, Side, rounds_for
+from tests.support.op_sides import SIDES, Changes, Placed, Side, rounds_for
 
 # More than the cache of any GPU so far (50 MiB on an H200).
 ROTATED_BYTES = 100 * 2**20
 MOST_SETS = 16
+MOST_FAULT = 240
+"""Characters of an error that are printed."""
 HEADER = f"{'side':7}{'case':40}{'dtype':10}{'error':>9}"
 HEADER += f"{'us':>10}{'limit us':>10}{'GB/s':>8}{'share':>7}"
 
@@ -54,7 +60,7 @@ class Report:
     def __init__(self, command: str, out: Path | None, seconds: float) -> None:
         versions = {"python": platform.python_version(), "numpy": version("numpy")}
         self.found: dict[str, Any] = {"command": command, "versions": versions, "sides": {}}
-        self.found |= {"results": [], "bits_equal": {}, "left_out": []}
+        self.found |= {"results": [], "bits_equal": {}, "left_out": [], "faults": []}
         self._out, self._until = out, time.monotonic() + seconds
 
     def say(self, line: str) -> None:
@@ -76,6 +82,12 @@ class Report:
         """Takes a line over."""
         self.found["results"].append(line)
         self.say(line_of(line))
+
+    def add_fault(self, side: Side, case: OpCase, tiles: Changes, fault: Exception) -> None:
+        """Records tiles that cannot run."""
+        text = f"{side.name}: {case}, {json.dumps(dict(tiles))}: {type(fault).__name__}: {fault}"
+        self.found["faults"].append(text)
+        self.say(f"cannot run: {' '.join(text.split())[:MOST_FAULT]}")
 
     def may_begin(self, side: Side, case: OpCase) -> bool:
         """Returns whether there is time for another case, and records a skipped one."""
@@ -100,13 +112,33 @@ class Report:
         return [line for line in self.found["results"] if not line["is_right"]]
 
 
-def measure(side: Side, case: OpCase, tiles: Changes, copy_rate: float) -> Line:
+class Inputs:
+    """Arguments of a case on a side, made once for all tiles."""
+
+    def __init__(self, side: Side, case: OpCase) -> None:
+        self.side, self.case, self.arguments = side, case, case.arguments(seed=0)
+        self._sets = [side.placed(case, self.arguments)]
+
+    def sets(self, num_bytes: int) -> list[Placed]:
+        """Returns sets of arguments that are together too large for a cache.
+
+        Args:
+          num_bytes: Bytes that a call reads and writes.
+        """
+        count = min(MOST_SETS, max(2, -(-ROTATED_BYTES // num_bytes))) if self.side.is_gpu else 2
+        for seed in range(len(self._sets), count):
+            self._sets.append(self.side.placed(self.case, self.case.arguments(seed)))
+        return self._sets
+
+
+def measure(inputs: Inputs, tiles: Changes, copy_rate: float) -> Line:
     """Compares one case with the specification and times it: the median of seven."""
-    arguments, operation = case.arguments(seed=0), side.operation(case)
+    side, case, arguments = inputs.side, inputs.case, inputs.arguments
+    operation = side.operation(case)
     results = side.run(operation, side.placed(case, arguments))
     error = max(case.errors(arguments, results), key=lambda e: math.inf if math.isnan(e) else e)
     num_bytes = case.bytes_of(arguments, results)
-    seconds = _seconds(side, case, num_bytes)
+    seconds = _seconds(inputs, num_bytes)
     median = statistics.median(seconds)
     return {
         "side": side.name,
@@ -125,11 +157,10 @@ def measure(side: Side, case: OpCase, tiles: Changes, copy_rate: float) -> Line:
     }
 
 
-def _seconds(side: Side, case: OpCase, num_bytes: int) -> list[float]:
-    count = min(MOST_SETS, max(2, -(-ROTATED_BYTES // num_bytes))) if side.is_gpu else 2
-    sets = [side.placed(case, case.arguments(seed)) for seed in range(count)]
-    timer = side.timer(side.operation(case), sets)
-    rounds = rounds_for(timer, count)
+def _seconds(inputs: Inputs, num_bytes: int) -> list[float]:
+    side, sets = inputs.side, inputs.sets(num_bytes)
+    timer = side.timer(side.operation(inputs.case), sets)
+    rounds = rounds_for(timer, len(sets))
     return [timer(rounds) for _ in range(7)]
 
 
@@ -151,24 +182,58 @@ def line_of(line: Line) -> str:
 
 def run(arguments: argparse.Namespace, command: str) -> Report:
     """Runs the cases that the options name."""
+    if arguments.compile_at_once:
+        _compile(arguments)
     report = Report(command, arguments.out, arguments.seconds)
     for name in (name for name in SIDES if name in arguments.sides):
         side = SIDES[name]()
         with side.with_ops(arguments.ops):
             rate = side.copy_rate()
             report.add_side(side, rate)
-            for case in _cases(arguments, side):
-                for tiles in arguments.tiles:
-                    with side.with_tiles(case, tiles):
-                        if report.may_begin(side, case):
-                            report.add(measure(side, case, tiles, rate))
+            for case in _cases(arguments, side.is_gpu):
+                _add_lines(report, side, case, arguments.tiles, rate)
         side.release()
     report.compare_sides()
     return report
 
 
-def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
-    sizes = arguments.sizes or (["small", "large"] if side.is_gpu else ["small"])
+def _add_lines(
+    report: Report, side: Side, case: OpCase, searched: Sequence[Changes], rate: float
+) -> None:
+    """Measures a case with each of the tiles."""
+    inputs = None
+    for tiles in searched:
+        with side.with_tiles(case, tiles):
+            if not report.may_begin(side, case):
+                continue
+            inputs = inputs or Inputs(side, case)
+            try:
+                report.add(measure(inputs, tiles, rate))
+            except Exception as fault:
+                if len(searched) == 1:
+                    raise
+                report.add_fault(side, case, tiles, fault)
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    """Runs every torch case with each of the tiles once, in processes of their own."""
+    works = [(str(case), tiles) for case in _cases(arguments, True) for tiles in arguments.tiles]
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(arguments.compile_at_once, maxtasksperchild=16) as pool:
+        pool.starmap(_run_once, [(arguments.name, arguments.ops, *work) for work in works])
+
+
+def _run_once(name: str, ops: str, case_name: str, tiles: Changes) -> None:
+    """Runs a case in torch; what cannot run is reported when it is timed."""
+    side = SIDES["torch"]()
+    (case,) = (case for case in table(name) if str(case) == case_name)
+    with side.with_ops(ops), side.with_tiles(case, tiles), suppress(Exception):
+        side.run(side.operation(case), side.placed(case, case.arguments(seed=0)))
+    side.release()
+
+
+def _cases(arguments: argparse.Namespace, is_gpu: bool) -> list[OpCase]:
+    sizes = arguments.sizes or (["small", "large"] if is_gpu else ["small"])
     cases = [case for case in table(arguments.name) if arguments.cases in str(case)]
     return [case for case in cases if ("large" if case.is_large else "small") in sizes]
 
@@ -183,6 +248,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default="", help="text in the names of the cases")
     changes = "JSON: tiles that replace those of the GPU's file"
     parser.add_argument("--tiles", nargs="+", type=json.loads, default=[{}], help=changes)
+    parser.add_argument(
+        "--compile-at-once", type=int, default=0, metavar="N", help="processes that compile first"
+    )
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
     parser.add_argument("--seconds", type=float, default=300, help="start no case after this time")
     return parser

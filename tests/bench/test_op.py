@@ -1,9 +1,11 @@
 """Benchmark of operations: it runs the tests' cases on both sides and reports wrong results."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,7 +97,7 @@ def test_op_measure_detects_wrong_and_nan_results(
 ) -> None:
     side, case = SIDES["torch"](), next(case for case in SMALL if case.function == function)
     rate = side.copy_rate()
-    assert op.measure(side, case, {}, rate)["is_right"]
+    assert op.measure(op.Inputs(side, case), {}, rate)["is_right"]
     right = side.run
     for factor in (np.float32(1 + 1e-3), np.float32(np.nan)):
 
@@ -104,7 +106,7 @@ def test_op_measure_detects_wrong_and_nan_results(
             return [*others, last * by]
 
         monkeypatch.setattr(side, "run", spoiled)
-        line = op.measure(side, case, {}, rate)
+        line = op.measure(op.Inputs(side, case), {}, rate)
         assert not line["is_right"]
         assert op.line_of(line).endswith("WRONG")
 
@@ -142,6 +144,51 @@ def test_op_run_uses_given_tiles(
         op.run(options, "")
 
 
+class _InThisProcess:
+    """Pool of processes that works in this one."""
+
+    def __init__(self, count: int, maxtasksperchild: int) -> None:
+        self.works = []
+
+    def __enter__(self) -> "_InThisProcess":
+        return self
+
+    def __exit__(self, *given: object) -> None:
+        pass
+
+    def starmap(self, call: Callable[..., None], works: list[tuple]) -> None:
+        for work in works:
+            call(*work)
+
+
+def test_op_tiles_that_cannot_run_are_reported(
+    short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bind_kernels(monkeypatch, ops := import_module("torch_impl.ops"), {})
+    line = 'attention_layer --sides torch --cases two --tiles {"stages":9} {"stages":7}'
+    options = op.options().parse_args([*line.split(), "--compile-at-once", "2"])
+    tried = []
+
+    def run(*given: object) -> list[np.ndarray]:
+        tiles = ops.KERNELS.tiles.attention_layer.lines[0].tiles
+        tried.append(tiles.stages)
+        if tiles.stages == 9:
+            raise ValueError("out of resources")
+        return [np.zeros((1, 1))]
+
+    monkeypatch.setattr(SIDES["torch"], "run", lambda self, *given: run())
+    monkeypatch.setattr(op, "_seconds", lambda *given: [1.0])
+    monkeypatch.setattr(OpCase, "errors", lambda *given: [0.0])
+    monkeypatch.setattr(op, "_hash", lambda *given: "")
+    context = SimpleNamespace(Pool=_InThisProcess)
+    monkeypatch.setattr(op.multiprocessing, "get_context", lambda how: context)
+    found = op.run(options, "").found
+    assert tried == [9, 7, 9, 7]  # first compiled, then timed
+    assert [each["tiles"] for each in found["results"]] == [{"stages": 7}]
+    assert "ValueError: out of resources" in found["faults"][0]
+    assert "cannot run: torch" in capsys.readouterr().out
+
+
 def test_op_run_stops_at_time_limit(short: None) -> None:
     report = op.run(
         op.options().parse_args(["attention", "--sizes", "small", "--seconds", "0"]), ""
@@ -177,6 +224,15 @@ def test_bytes_of_counts_moved_bytes() -> None:
     given = step.arguments(seed=0)
     results = [given["state"], given["v"]]
     assert step.bytes_of(given, results) == sum(x.nbytes for x in (*given.values(), *results))
+
+
+def test_bytes_of_counts_planes_of_weights() -> None:
+    case = next(case for case in table("linear") if str(case) == "linear_add, FP8, three rows")
+    given = case.arguments(seed=0)
+    rows, outputs, inputs = len(given["x"]), given["norm"].size, given["x"].shape[1]
+    scales = given["weight"].scales.nbytes
+    wide = rows * inputs + rows * outputs + outputs
+    assert case.bytes_of(given, []) == outputs * inputs + scales + 4 * wide
 
 
 def test_half_precision_case_values_are_representable() -> None:

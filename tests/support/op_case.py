@@ -19,6 +19,7 @@ from kernels.rooms import module_in
 from kernels.tile_tables import Table
 from kernels.tiles import Tiles
 from shared.boundary.tp_group import TPGroup
+from shared.spec.linear import Matrix
 
 Arguments = dict[str, Any]
 """Arrays, floats as float32, numbers that a program is made for, and records of both, by
@@ -152,11 +153,14 @@ def as_list(results: Any) -> list[Any]:
 
 
 def arrays_of(value: Any) -> list[Any]:
-    """A record's fields, or the value itself; without what is None, ranks and flags."""
-    found = [value]
-    if is_dataclass(value) and not isinstance(value, TPGroup):
-        found = [getattr(value, field.name) for field in fields(value)]
-    return [x for x in found if x is not None and not isinstance(x, TPGroup | bool)]
+    """The arrays and numbers of records, of planes of weights, or the value itself; without what is
+    None, ranks and flags.
+    """
+    if isinstance(value, Matrix):
+        return [x for each in (*value.planes.values(), value.bias) for x in arrays_of(each)]
+    if is_dataclass(value) and not isinstance(value, TPGroup | type):
+        return [x for field in fields(value) for x in arrays_of(getattr(value, field.name))]
+    return [] if value is None or isinstance(value, TPGroup | bool) else [value]
 
 
 def _is_float(value: Any) -> bool:
