@@ -124,7 +124,7 @@ def test_backend_of_shapes_lowers_same_program_as_arrays(monkeypatch) -> None:
     """AOT compilation for an absent GPU uses shapes; only a CPU splits layer stacks and needs
     arrays.
     """
-    monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
+    monkeypatch.setattr("jax_impl.mesh._leaf", lambda path, array, device: array)
     device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
     config, arrays = target_of(FAMILY, "NEXTN")
     capacity, (drafts, _) = capacity_of(program, config.vocab, "exact"), drafts_of("NEXTN", config)

@@ -180,7 +180,7 @@ PRODUCT = [(name, limit) for limit in LIMITS for name in CASES]  # each share ha
 
 def some_of(algorithm: str) -> list[tuple[str, int | None]]:
     """A share of the product, another one for each drafter; with copies that of the drafter."""
-    place = ALGORITHMS.index(algorithm.removesuffix(WITH_COPIES)) + 1  # of each some are accepted
+    place = ALGORITHMS.index(algorithm.removesuffix(WITH_COPIES)) + 4  # of each some are accepted
     return PRODUCT[place % len(ALGORITHMS) :: len(ALGORITHMS)]
 
 
@@ -219,8 +219,8 @@ def test_every_field_with_draft_vocabulary_preserves_plain_output(algorithm, bac
 def test_every_sampling_param_set_by_some_field(backends):
     """The HTTP server sets every field of `SamplingParams`; a new field needs a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
-    # Set by choice, by the model, by the limit of drafts, and for traces.
-    differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces", "grammar"}
+    # Set by choice, by the model, by its name, by the limit of drafts, and for traces.
+    differs = {"seed32", "stop_token_ids", "lora", "max_draft_tokens", "traces", "grammar"}
     for name, case in CASES.items():
         kind = ChatRequest if case.base is TALK else CompletionRequest
         value = [5] if callable(case.value) and name == "stop_token_ids" else case.value

@@ -277,6 +277,7 @@ class JaxHead:
             draft_from=slot,
             max_drafts=rank.sampling.max_drafts,
             page_table=table,
+            window_page_tables={},
         )
         drafted, _ = eagle.draft(self._head, kv, requests, shape, rank)
         return drafted.tokens, drafted.parents, drafted.num_nodes
