@@ -40,8 +40,8 @@ def described_gpu() -> Any:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Stacks weights on a CPU device in the same way as on a GPU."""
-    backend, weights = map(import_module, ("jax_impl.backend", "jax_impl.weights"))
-    whole = patch.object(backend, "_leaf", lambda path, array, device: array)
+    mesh, weights = map(import_module, ("jax_impl.mesh", "jax_impl.weights"))
+    whole = patch.object(mesh, "_leaf", lambda path, array, device: array)
     stacked = patch.object(weights, "are_read_in_stacks", lambda loaded, device: True)
     with whole, stacked:
         yield
