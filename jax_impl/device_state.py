@@ -46,6 +46,10 @@ class DraftInput(NamedTuple):
     weights: Float[jax.Array, "B k"]
     hidden: Float[jax.Array, "B hidden"]
 
+    def put(self, slots: Int[jax.Array, " b"], rows: "DraftInput") -> "DraftInput":
+        """Returns the draft inputs with those of some slots replaced."""
+        return jax.tree.map(lambda memory, new: memory.at[slots].set(new), self, rows)
+
 
 class DraftState(NamedTuple):
     """State of a drafter.
@@ -388,8 +392,7 @@ def pack(values: Fields, program: Program, capacity: BackendLimits) -> Words:
     parts = []
     for name, field in result_layout(program, capacity).fields.items():
         value = values.get(name, jnp.zeros(field.shape, field.dtype))
-        flat = value.astype(field.dtype).reshape(-1)
-        parts.append(lax.bitcast_convert_type(flat, jnp.int32))
+        parts.append(lax.bitcast_convert_type(value.astype(field.dtype).reshape(-1), jnp.int32))
     return jnp.concatenate(parts)
 
 

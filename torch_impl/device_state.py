@@ -40,6 +40,12 @@ class DraftInput:
     weights: Float[Tensor, "B k"]
     hidden: Float[Tensor, "B hidden"]
 
+    def put(self, slots: Int[Tensor, " b"], rows: "DraftInput") -> None:
+        """Replaces the draft inputs of some slots in place."""
+        self.tokens[slots] = rows.tokens
+        self.weights[slots] = rows.weights
+        self.hidden[slots] = rows.hidden
+
 
 @dataclass(frozen=True)
 class DraftState:

@@ -126,8 +126,7 @@ class AssistantDrafter(NamedTuple):
     ) -> DraftState:
         assert memory.relay is not None  # an assistant has a relay
         new, kv = relay_of(self.assistant, memory.kv, plan, committed, rank)
-        relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
-        return memory._replace(kv=kv, relay=relay)
+        return memory._replace(kv=kv, relay=memory.relay.put(plan.slots, new))
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking

@@ -86,8 +86,7 @@ class EagleDrafter(NamedTuple):
     ) -> DraftState:
         assert memory.relay is not None  # a head has a relay
         new, kv = relay_of(self.head, memory.kv[0], committed, rank)
-        relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
-        return memory._replace(kv=(kv,), relay=relay)
+        return memory._replace(kv=(kv,), relay=memory.relay.put(plan.slots, new))
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking

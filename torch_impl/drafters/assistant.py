@@ -122,9 +122,7 @@ class AssistantDrafter:
     def _extend(self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking) -> None:
         new, held = relay_of(self.assistant, memory.kv, plan, committed, rank), memory.relay
         assert held is not None  # an assistant has a relay
-        held.tokens[plan.slots] = new.tokens
-        held.weights[plan.slots] = new.weights
-        held.hidden[plan.slots] = new.hidden
+        held.put(plan.slots, new)
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking

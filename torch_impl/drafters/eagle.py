@@ -66,9 +66,7 @@ class EagleDrafter:
     def _extend(self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking) -> None:
         new, held = relay_of(self.head, memory.kv[0], committed, rank), memory.relay
         assert held is not None  # a head has a relay
-        held.tokens[plan.slots] = new.tokens
-        held.weights[plan.slots] = new.weights
-        held.hidden[plan.slots] = new.hidden
+        held.put(plan.slots, new)
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
