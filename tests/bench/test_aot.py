@@ -203,9 +203,9 @@ def test_report_names_uncompiled_kernels_and_unused_excuses(monkeypatch) -> None
         "rms_norm_partial",
         "gdn_decode",
     } <= names
-    # Three of `layers` share a call, the four of `gdn_prefill`, the three of
-    # `mamba2_prefill` and the four of `rejection`.
-    assert len(names) == calls + 2 + 3 + 2 + 3
+    # Three of `layers` share a call, the seven of both recurrent prefills and the four of
+    # `rejection`.
+    assert len(names) == calls + 2 + 6 + 3
     report = Report()
     report.compiled = names - {"attention_layer"}
     report.needed = {(known, case) for known in EXCUSES for case in known.cases}

@@ -45,6 +45,7 @@ from kernels.pallas_gpu.gdn.prefill_requests import (
     PrefillRequests,
     first_chunk,
     move_window,
+    prefill_kernel,
     rows_of,
 )
 
@@ -94,7 +95,7 @@ def prefill(
     """Same as `shared.spec.recurrent_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
-      projected: See `shared.spec.recurrent_state.split_inputs`.
+      projected: See `shared.spec.recurrent_mixer.split_inputs`.
       conv, a_log, dt_bias, norm: Weights of the layer, or of all layers.
       recurrent, window, layer: States of all layers, and the index of the layer to read and write.
         It is an operand, because XLA compiles kernels of equal text once.
@@ -123,18 +124,7 @@ def prefill(
     requests = PrefillRequests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
-    def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
-        """Returns a kernel that maps pytrees of arrays to `makes`."""
-        return pl.pallas_call(
-            partial(kernel, interpret=interpret, **settings),
-            grid=grid,
-            out_shape=makes,
-            input_output_aliases=aliases or {},
-            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
-            interpret=interpret,
-            name=name,
-        )
-
+    launch = partial(prefill_kernel, interpret=interpret)
     rows = launch(
         _rows_kernel,
         (2 * key_heads + H, CHUNK // tiles.rows * places),

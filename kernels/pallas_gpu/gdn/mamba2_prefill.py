@@ -35,6 +35,7 @@ from kernels.pallas_gpu.gdn.prefill_requests import (
     PrefillRequests,
     first_chunk,
     move_window,
+    prefill_kernel,
     rows_of,
 )
 from kernels.recurrent_sizes import columns_of, sizes_of
@@ -107,18 +108,7 @@ def prefill(
     requests = PrefillRequests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
-    def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
-        """Returns a kernel that maps pytrees of arrays to `makes`."""
-        return pl.pallas_call(
-            partial(kernel, sizes=sizes, interpret=interpret, **settings),
-            grid=grid,
-            out_shape=makes,
-            input_output_aliases=aliases or {},
-            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
-            interpret=interpret,
-            name=name,
-        )
-
+    launch = partial(prefill_kernel, interpret=interpret, sizes=sizes)
     channels = launch(
         _rows_kernel,
         (C // block, CHUNK // tiles.rows * places),

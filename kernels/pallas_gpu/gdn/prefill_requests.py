@@ -2,6 +2,7 @@
 backend).
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +21,21 @@ class PrefillRequests(NamedTuple):
     starts: Any
     save_after: Any
     save: Any
+
+
+def prefill_kernel(
+    kernel, grid, makes, *, interpret, name, warps, stages=1, aliases=None, **settings
+):
+    """Returns a kernel of a prefill that maps pytrees of arrays to `makes`."""
+    return pl.pallas_call(
+        partial(kernel, interpret=interpret, **settings),
+        grid=grid,
+        out_shape=makes,
+        input_output_aliases=aliases or {},
+        compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+        interpret=interpret,
+        name=name,
+    )
 
 
 def rows_of(starts_ref, chunk):

@@ -85,7 +85,7 @@ def prefill(
     """Same as `shared.spec.recurrent_layer.prefill`, for flat bfloat16 rows grouped by request.
 
     Args:
-      projected: See `shared.spec.recurrent_state.split_inputs`.
+      projected: See `shared.spec.recurrent_mixer.split_inputs`.
       conv, a_log, dt_bias, norm, eps: Weights of the layer, and the epsilon of its norm.
       recurrent, window, layer: States of all layers, and the index of the layer to read and write.
       saved_recurrent, saved_window: Snapshots of all layers.
@@ -113,12 +113,7 @@ def prefill(
         conv=conv, conv_bias=None, a_log=a_log, dt_bias=dt_bias, skip=None, norm=norm, eps=eps
     )
     states = States(recurrent=recurrent[layer], window=window[layer])
-    requests = PrefillRequests(
-        slots=slots.contiguous(),
-        starts=row_starts.contiguous(),
-        save_after=save_after.contiguous(),
-        save=save.contiguous(),
-    )
+    requests = PrefillRequests.of(slots, row_starts, save_after, save)
     half, single = (
         partial(torch.empty, dtype=x, device=projected.device)
         for x in (torch.bfloat16, torch.float32)

@@ -105,12 +105,7 @@ def prefill(
         eps=None,
     )
     states = States(recurrent=recurrent[layer], window=window[layer])
-    requests = PrefillRequests(
-        slots=slots.contiguous(),
-        starts=row_starts.contiguous(),
-        save_after=save_after.contiguous(),
-        save=save.contiguous(),
-    )
+    requests = PrefillRequests.of(slots, row_starts, save_after, save)
     half, single = (
         partial(torch.empty, dtype=x, device=projected.device)
         for x in (torch.bfloat16, torch.float32)

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.triton_gpu.gdn.gdn_chunk import SIZE
 from kernels.triton_gpu.gdn.gdn_rows import WINDOW
@@ -16,6 +17,13 @@ class PrefillRequests(NamedTuple):
     starts: Any
     save_after: Any
     save: Any
+
+    @classmethod
+    def of(
+        cls, slots: Tensor, starts: Tensor, save_after: Tensor, save: Tensor
+    ) -> "PrefillRequests":
+        """Returns the requests with contiguous arrays."""
+        return cls(*(x.contiguous() for x in (slots, starts, save_after, save)))
 
 
 @triton.jit
