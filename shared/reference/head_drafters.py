@@ -143,8 +143,7 @@ class HeadDrafter(CarriesInputs):
         rows = batch.turned(rows)
         reads = self._drafter.reads(fed.passed)
         out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
-        last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)
-        self._carry(batch, out, logits, last, rank)
+        self._carry(batch, out, logits, _last_rows(fed, counts), rank)
 
     def _carry(
         self,
@@ -217,8 +216,7 @@ class TargetKVDrafter(CarriesInputs):
         rank: Rank,
     ) -> None:
         """Same as `ReferenceDrafter.extend`."""
-        W = len(fed.tokens) // len(counts)
-        last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)
+        last = _last_rows(fed, counts)
         until = np.where(counts > 0, lengths + counts, 0)
         self._extend(batch, until, fed.following[last], fed.passed.hidden[last], rank)
 
@@ -234,3 +232,9 @@ class TargetKVDrafter(CarriesInputs):
         kv = self._target_kv()
         relay, logits = assistant.extend(self._assistant, kv, rows, newest, hidden, rank)
         self._store(batch, relay, logits)
+
+
+def _last_rows(fed: ExtendRows, counts: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """Returns the last extended row of each request; its first one if none is extended."""
+    W = len(fed.tokens) // len(counts)
+    return np.arange(len(counts)) * W + np.maximum(counts - 1, 0)

@@ -12,7 +12,7 @@ FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split
 OLDER_EMITTERS = "--xla_cpu_use_fusion_emitters=false"
 """A flag that XLA has until jaxlib 0.10; later versions end at an unknown flag."""
 HAS_GPU = Path("/dev/nvidiactl").exists()
-"""Whether the level of optimisation would also be that of kernels on a GPU."""
+"""True if the level of optimisation would also be that of kernels on a GPU."""
 
 
 def compile_quickly() -> None:
