@@ -1,0 +1,263 @@
+"""Engines that transfer KV cache records, each in a process without an HTTP server.
+
+The engine, the transfers and their client are those of a server (`shared.process.disaggregation`).
+Only the route `POST /kv_transfer` is served by Python's standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import socket
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shared.boundary.backend import BackendLimits
+from shared.boundary.program import ProgramFeature, StepKind
+from shared.engine.request import Event, Request, SamplingParams
+from shared.options.command_line import parse
+from shared.process.disaggregation.kv_transfers import KVTransfers, open_record_listeners
+from shared.process.disaggregation.wake_up import WakeUp
+from tests.support.in_process_engine import Served, started
+
+HOST, IDLE_S, LIMIT_S = "127.0.0.1", 0.05, 600.0
+LEAST_PREFILL = 128
+"""Tokens of the smallest prefill program, at least those after the last page of a record."""
+
+
+def few_programs(capacity: BackendLimits, num_running: int) -> BackendLimits:
+    """Keeps the programs that the measurements use, because each takes seconds to compile.
+
+    These are the smallest and the largest prefill of each batch, decode steps of all slots, and all
+    other kinds. None has logprobs.
+
+    Args:
+      capacity: All programs of a server.
+      num_running: Keeps decode steps of this number of requests too; 0 keeps no others.
+    """
+    plain = [each.with_features({ProgramFeature.LOGPROBS: False}) for each in capacity.programs]
+    sizes = defaultdict[int, set[int]](set)
+    for program in plain:
+        if program.work is StepKind.PREFILL:
+            sizes[program.batch].add(program.tokens)
+    kept = {
+        batch: {min((size for size in found if size >= LEAST_PREFILL), default=max(found))}
+        | {max(found)}
+        for batch, found in sizes.items()
+    }
+    rows = {program.batch for program in plain if program.work is StepKind.DECODE}
+    decoded = {max(rows)}
+    if num_running:
+        decoded.add(min(size for size in rows if size >= num_running))
+    programs = [
+        program
+        for program in plain
+        if (program.work is not StepKind.PREFILL or program.tokens in kept[program.batch])
+        and (program.work is not StepKind.DECODE or program.batch in decoded)
+    ]
+    return replace(capacity, programs=tuple(dict.fromkeys(programs)))
+
+
+class TransferLoop:
+    """Engine with transfers, driven as by the main loop of a server (`shared.process.loop`).
+
+    Attributes:
+      served: The engine.
+      transfers: Transfers with other engines; None runs every prompt here.
+    """
+
+    def __init__(self, backend: str, flags: Sequence[str], num_running: int) -> None:
+        self.served: Served = started(backend, flags, lambda each: few_programs(each, num_running))
+        self.transfers: KVTransfers | None = None
+        self.connect(flags)
+
+    def connect(self, flags: Sequence[str] | None) -> None:
+        """Replaces the transfers by those of a command line, or by none."""
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers = None
+        if flags is not None:
+            options, engine = parse(flags), self.served.engine
+            assert engine.transfer is not None, "the flags have no --disaggregation-mode"
+            chunk = self.served.memory.settled.prefill_chunk_size
+            listeners = open_record_listeners(options)
+            self.transfers = KVTransfers.of_options(
+                options, listeners, engine, engine.transfer, chunk
+            )
+
+    def add(self, request: Request) -> None:
+        """Adds a request, after its transfer if its prompt is prefilled elsewhere."""
+        if self.transfers is None or not self.transfers.take(request):
+            self.served.engine.add(request)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request without an event."""
+        if self.transfers is None or not self.transfers.drop(request_id):
+            self.served.engine.abort(request_id)
+
+    def step(
+        self, others: Sequence[Connection | socket.socket] = ()
+    ) -> tuple[list[Event], list[list[Any]]]:
+        """Advances transfers and the engine; an idle engine waits for a transfer.
+
+        Args:
+          others: Further connections that end the wait.
+
+        Returns:
+          The events of a step, and the replies to other engines.
+        """
+        engine, transfers = self.served.engine, self.transfers
+        if transfers is None:
+            return engine.step() if engine.busy else [], []
+        wait_s = 0.0 if engine.busy else IDLE_S
+        ready, _, _ = select.select([transfers.readable, *others], [], [], wait_s)
+        for wake in ready:
+            if isinstance(wake, socket.socket):
+                wake.recv(1 << 16)
+        for request in transfers.ready():
+            engine.add(request)
+        replies = transfers.messages()
+        return transfers.without_exports(engine.step() if engine.busy else []), replies
+
+    def evict(self) -> None:
+        """Ends all steps, and empties the prefix cache."""
+        engine = self.served.engine
+        while engine.busy:
+            self.step()
+        engine.cache.tree.evict(engine.cache.num_pages)
+
+    def close(self) -> None:
+        """Ends transfers and engine."""
+        self.connect(None)
+        self.served.engine.close()
+
+
+@dataclass
+class TicketRequests:
+    """Prompts that the route hands to the engine's thread, with the reply of each.
+
+    Attributes:
+      queued: Requests with the future of their reply.
+      seconds: Duration of each reply.
+      wake: Wakes the engine's thread.
+    """
+
+    queued: queue.SimpleQueue[tuple[Request, Future[dict[str, Any]]]]
+    seconds: list[float] = field(default_factory=list)
+    ids: count[int] = field(default_factory=lambda: count(1))
+    wake: WakeUp = field(default_factory=WakeUp)
+
+    def ticket(self, tokens: Sequence[int], tenant: str) -> dict[str, Any]:
+        """Returns the ticket of a prompt once its record is published.
+
+        Raises:
+          RuntimeError: It was rejected, or could not be exported.
+        """
+        began, reply = time.perf_counter(), Future[dict[str, Any]]()
+        sampling = SamplingParams(max_tokens=0)
+        request = Request(
+            request_id=next(self.ids), prompt=tuple(tokens), sampling=sampling, tenant=tenant
+        )
+        self.queued.put((request, reply))
+        self.wake.notify()
+        fields = reply.result(LIMIT_S)
+        self.seconds.append(time.perf_counter() - began)
+        return fields
+
+
+class TicketServer(ThreadingHTTPServer):
+    """HTTP server of `POST /kv_transfer` only."""
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), TicketHandler)
+        self.requests = TicketRequests(queue.SimpleQueue())
+
+
+class TicketHandler(BaseHTTPRequestHandler):
+    """Connection to `TicketServer`."""
+
+    server: TicketServer
+
+    def do_POST(self) -> None:
+        """Responds with a ticket, or with status 503."""
+        sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        try:
+            status, fields = 200, self.server.requests.ticket(sent["tokens"], sent["tenant"])
+        except RuntimeError as error:
+            status, fields = 503, {"error": str(error)}
+        body = json.dumps(fields).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+def serve_prefill(line: Connection, backend: str, flags: Sequence[str], gpu: int | None) -> None:
+    """Process of a prefill engine, until the line closes.
+
+    Sends its port, then `ready`. The message `evict` empties its cache; the reply is the median
+    of the seconds from prompts to their tickets since the last one.
+    """
+    use_gpu(gpu)
+    server = TicketServer()
+    line.send(("listening", server.server_port))
+    loop, requests = TransferLoop(backend, flags, 0), server.requests
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    line.send(("ready", None))
+    replies: dict[int, Future[dict[str, Any]]] = {}
+    try:
+        while True:
+            if line.poll():
+                line.recv()
+                loop.evict()
+                line.send(("evicted", statistics.median(requests.seconds or [0.0])))
+                requests.seconds.clear()
+            _prefill(loop, requests, replies, line)
+    except EOFError:
+        loop.close()
+
+
+def _prefill(
+    loop: TransferLoop,
+    requests: TicketRequests,
+    replies: dict[int, Future[dict[str, Any]]],
+    line: Connection,
+) -> None:
+    assert loop.transfers is not None
+    while not requests.queued.empty():
+        request, reply = requests.queued.get()
+        replies[request.request_id] = reply
+        loop.transfers.export(request)
+    _, messages = loop.step([requests.wake.readable, line])
+    for kind, request_id, *rest in messages:
+        reply = replies.pop(request_id)
+        if kind == "kv_ticket" and rest[0] is not None:
+            reply.set_result(rest[0])
+        else:
+            reply.set_exception(RuntimeError(f"{kind}: {rest}"))
+
+
+def use_gpu(number: int | None) -> None:
+    """Restricts this process to one GPU, and JAX to the memory that it needs.
+
+    None leaves the GPU to the environment.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if number is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(number)

@@ -1,0 +1,32 @@
+"""Bench of remote prefill between two engines: transferred prompts and equal tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.serving import disaggregation
+
+DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+
+
+@pytest.mark.matrix
+def test_bench_transfers_prompts_between_two_engines(tmp_path):
+    path = tmp_path / "found.json"
+    words = ["--model", str(DEMO), "--backend", "torch", "--prompt-tokens", "200"]
+    words += ["--flags", "--page-size 16 --max-running-requests 4", "--num-prompts", "2"]
+    words += ["--num-running", "2", "--max-tokens", "600", "--rounds", "1", "--window-s", "120"]
+    assert disaggregation.main([*words, "--out", str(path)]) == 0
+    (line,) = json.loads(path.read_text())["lines"]
+    assert line["tokens_are_equal"]
+    assert line["compared_tokens"] > 0
+    assert line["alone"]["interference"]["prompts_ended"] == 2
+    interference = line["shm"]["interference"]
+    assert (interference["prompts_ended"], interference["records"]) == (2, 2)
+    for backend in ("shm", "tcp"):
+        found = line[backend]
+        assert (found["records"], found["failures"]) == (2, {})
+        assert found["record_tokens"] == 192
+        assert found["record_bytes"] > 0
