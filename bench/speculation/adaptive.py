@@ -34,6 +34,10 @@ from models.demo.data import KINDS
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
 from shared.engine.adaptive.tiers import Tier
+from shared.engine.branch_calibration import (
+    BranchCalibrationController,
+    with_branch_calibration,
+)
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -94,12 +98,22 @@ def chooser(served: in_process_engine.Served, policy: Policy | None) -> Controll
     Args:
       policy: None: what the server would take.
     """
-    begun = served.engine.controller
+    begun, capacity = chooser_of_steps(served), served.backend.capacity
     if isinstance(begun, AdaptiveNgramController):
         return _of_texts(served, begun, policy)
-    assert isinstance(begun, AdaptiveController)
     chosen_by = policy or ExpectedValuePolicy(), begun.costs.table
-    return AdaptiveController(served.backend.capacity, *chosen_by, has_experts=begun.has_experts)
+    controller = AdaptiveController(capacity, *chosen_by, has_experts=begun.has_experts)
+    return with_branch_calibration(controller, capacity)
+
+
+def chooser_of_steps(
+    served: in_process_engine.Served,
+) -> AdaptiveController | AdaptiveNgramController:
+    """Returns the controller of the start, without the calibration of its trees."""
+    begun = served.engine.controller
+    begun = begun.inner if isinstance(begun, BranchCalibrationController) else begun
+    assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
+    return begun
 
 
 def _of_texts(
@@ -145,7 +159,7 @@ def real_runs(
     round in reverse: what slows the machine down for a while slows all of them.
     """
     policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
-    if isinstance(served.engine.controller, AdaptiveController):
+    if isinstance(chooser_of_steps(served), AdaptiveController):
         policies |= {"greedy": Greedy(), "probe": Probe()}
     policies["adaptive"] = None
     again: dict[str, list[list[Served]]] = {name: [] for name in policies}
@@ -240,8 +254,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
         radix_cache=False,
         batches=tuple(given.batch),
     )
-    begun = served.engine.controller
-    assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
+    begun = chooser_of_steps(served)
     tiers, measured = begun.shapes.tiers, begun.costs.table
     table = {batch: measured[batch] for batch in begun.shapes.batches}
     names = [*map(str, tiers), DISABLED]

@@ -138,7 +138,6 @@ class ScheduledRows:
         drafts: HostDraft | None = None,
         copies: NgramTrees | None = None,
         calibration: Float32[np.ndarray, "B S_max"] | None = None,
-        branch_calibration: Float32[np.ndarray, " S_max"] | None = None,
         corpus_nodes: Callable[[int], list[int]] | None = None,
         masks: BitmaskRows | None = None,
     ) -> Self:
@@ -150,7 +149,6 @@ class ScheduledRows:
             drafts=drafts,
             copies=copies,
             calibration=calibration,
-            branch_calibration=branch_calibration,
             corpus_nodes=corpus_nodes,
             masks=masks,
         )

@@ -12,6 +12,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import TraceWriter
+from shared.engine.branch_calibration import with_branch_calibration
 from shared.engine.controller import Controller, DeviceNgramController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
@@ -135,11 +136,11 @@ def make_controller(
         controller = _joined(backend.capacity, settled, draft_share, table)
     else:
         controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
-    if not settled.options.engine.has_grammars:
-        return controller
-    # With a drafter on the device, n-gram drafts are not merged into trees with a grammar.
-    index = None if settled.draft.joins_copies else controller.index
-    return GrammarController(backend.capacity, controller, index)
+    if settled.options.engine.has_grammars:
+        # With a drafter on the device, n-gram drafts are not merged into trees with a grammar.
+        index = None if settled.draft.joins_copies else controller.index
+        controller = GrammarController(backend.capacity, controller, index)
+    return with_branch_calibration(controller, backend.capacity)
 
 
 def _controller_of_drafts(

@@ -137,20 +137,6 @@ def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
     return depth
 
 
-def first_path(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N"]:
-    """Returns True for nodes on the first path: the root, then the first child of each node.
-
-    Children of a node are listed best first, so this is the chain that the drafter would draft.
-    """
-    is_first = np.zeros(parents.shape, bool)
-    is_first[:, 0] = True
-    for node in range(1, parents.shape[1]):
-        parent = parents[:, node]
-        has_sibling = (parents[:, 1:node] == parent[:, None]).any(axis=1)
-        is_first[:, node] = is_first[np.arange(len(parents)), parent] & ~has_sibling
-    return is_first
-
-
 def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
     """Returns the tree attention mask: entry [b, i, j] is True if j is i or an ancestor of i."""
     B, N = parents.shape

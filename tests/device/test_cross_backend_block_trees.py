@@ -5,24 +5,27 @@ Requests and comparisons are those of `tests/device/test_cross_backend.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
-from shared.boundary.backend import BackendLimits, StepResult
-from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import Reserve, StaticController
+from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.request import Request
-from shared.engine.rows import ScheduledRows
-from shared.spec import draft_tree
+from shared.spec.draft_tree import TreeShape
 from tests.support import cells
 from tests.support.block_cells import oracle_of
-from tests.support.block_tree_cells import KINDS, SIZE, Backends, assert_cell, tree
+from tests.support.block_tree_cells import (
+    KINDS,
+    SIZE,
+    Backends,
+    CalibrationRecorder,
+    assert_cell,
+    tree,
+)
 from tests.support.cells import GREEDY, SAMPLED, requests_of
 from tests.support.drafter_cases import Fewer
 from tests.support.run_engine import drive
@@ -116,43 +119,24 @@ def test_block_trees_resume_after_preemption(framework, backends):
     cells.compare(each, {"crowded": crowded}, oracle_of("qwen3"))
 
 
-class Calibrated(StaticController):
-    """Controller with the same branch calibration at all depths.
-
-    Attributes:
-      branches: For each step, True if a node of its trees has a parent off the first path.
-    """
-
-    def __init__(self, capacity: BackendLimits, known: float) -> None:
-        super().__init__(capacity, nodes=SHARED.nodes, depth=SHARED.depth, width=SHARED.width)
-        self._known = np.full(capacity.max_calibrated, known, np.float32)
-        self.branches: list[bool] = []
-
-    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
-        rows = super().select_rows(ready, reserve)
-        return rows and replace(rows, branch_calibration=self._known)
-
-    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
-        if rows.work is StepKind.DECODE:
-            is_first = draft_tree.first_path(result.parents)
-            is_off = ~np.take_along_axis(is_first, result.parents, axis=1)
-            self.branches.append(bool(is_off.any()))
-
-
 @pytest.mark.parametrize("framework", [REFERENCE, "torch", "jax"])
 def test_branch_calibration_leaves_siblings_without_children(framework, backends):
     each = cell("qwen3_5", "JETSPEC", SHARED, SAMPLED, "mixed", 1, 16)
-    for known, has_branches in ((0.0, True), (-np.inf, False)):
+    for known, expected in ((0.0, True), (-np.inf, False)):
         backend = backends.get(framework, each)
-        controller = Calibrated(backend.capacity, known)
+        controller = CalibrationRecorder(_static(backend, SHARED), backend.capacity, known)
         served = drive(_engine_of(backend, controller), requests_of(each))
         cells.compare(each, {framework: served}, oracle_of("qwen3_5"))
-        assert any(controller.branches) is has_branches
+        assert controller.branches == {"drafter": expected}
 
 
 def _drafting(backend) -> Engine:
-    sizes = {"nodes": LARGE.nodes, "depth": LARGE.depth, "width": LARGE.width}
-    return _engine_of(backend, StaticController(backend.capacity, **sizes))
+    return _engine_of(backend, _static(backend, LARGE))
+
+
+def _static(backend, shape: TreeShape) -> StaticController:
+    sizes = {"nodes": shape.nodes, "depth": shape.depth, "width": shape.width}
+    return StaticController(backend.capacity, **sizes)
 
 
 def _engine_of(backend, controller) -> Engine:

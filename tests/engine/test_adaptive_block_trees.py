@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.engine.adaptive.branches import BranchRates
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
 from shared.engine.adaptive.tiers import Tier
+from shared.engine.branch_calibration import BranchCalibrationController, BranchRates
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.simulation.block_trees import BlockTreeBackend, Profile, block_seconds
@@ -34,13 +34,14 @@ PROFILES = {
 
 def run(
     policy: Policy, profile: Profile, batch: int, tokens: int = 600
-) -> tuple[Served, AdaptiveController]:
+) -> tuple[Served, BranchCalibrationController]:
     """A phase of one policy, and its controller."""
     phases, _ = imposed([("texts", batch, 2 * batch + 6, tokens, always(0.0))], part=1 << 20)
     capacity = simulated_capacity(TIERS, BATCHES, overlap=1, block=16)
     backend = BlockTreeBackend(capacity, block_seconds, profile, noise=0.03)
     table = {b: [block_seconds(b, tier) for tier in TIERS] for b in BATCHES}
-    controller = AdaptiveController(capacity, policy, table, has_experts=False)
+    inner = AdaptiveController(capacity, policy, table, has_experts=False)
+    controller = BranchCalibrationController(inner, capacity)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     return serve(engine, phases, lambda: backend.clock)[0], controller
 
@@ -78,12 +79,10 @@ def test_chain_or_tree_wins_by_batch() -> None:
 
 def test_branch_rates_show_what_follows_siblings() -> None:
     _, controller = run(Static(TREE), PROFILES["bidirectional"], 8, 200)
-    assert controller.branches is not None
-    ratio = np.exp(controller.branches.log_ratio())
+    ratio = np.exp(controller.rates.log_ratio())
     assert (ratio[1:6] < 0.6).all()
     _, causal = run(Static(TREE), PROFILES["chat"], 8, 200)
-    assert causal.branches is not None
-    assert (np.exp(causal.branches.log_ratio())[1:4] > 0.7).all()
+    assert (np.exp(causal.rates.log_ratio())[1:4] > 0.7).all()
 
 
 def test_trees_gain_from_branch_rates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,14 +91,3 @@ def test_trees_gain_from_branch_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     uncalibrated, _ = run(Static(TREE), PROFILES["bidirectional"], 8, 200)
     assert calibrated.tokens == uncalibrated.tokens
     assert calibrated.steps < 0.98 * uncalibrated.steps
-
-
-def test_branch_rates_count_first_children() -> None:
-    rates = BranchRates(3)
-    # The root's children are 1 and 2, that of 2 is 3, and that of 3 is 4.
-    parents = np.array([[0, 0, 0, 2, 3]] * 3, np.int32)
-    drafts = np.array([[9, 1, 2, 3, 4]] * 3, np.int32)
-    tokens = np.array([[2, 3, 5, 0], [1, 5, 0, 0], [0, 0, 0, 0]], np.int32)
-    rates.learn(parents, drafts, np.array([5, 5, 5]), tokens, np.array([2, 1, -1]))
-    np.testing.assert_array_equal(rates.offered, [[2, 0, 0], [0, 1, 1]])
-    np.testing.assert_array_equal(rates.accepted, [[1, 0, 0], [0, 1, 0]])

@@ -75,7 +75,8 @@ def test_plan_calibration_applies_to_one_step_only(house):
     known = np.array([[-0.5, -1, -2], [0, -0.25, -np.inf]], np.float32)
     off_path = np.array([0, -1, -3], np.float32)
     requests = [house.request(5, 20), house.request(3, 9)]
-    rows = ScheduledRows.decode(requests, CHAIN, calibration=known, branch_calibration=off_path)
+    rows = ScheduledRows.decode(requests, CHAIN, calibration=known)
+    rows = replace(rows, branch_calibration=off_path)
     sampling = house.planner.plan(rows).sampling
     np.testing.assert_array_equal(sampling.calibration[:2], known)
     np.testing.assert_array_equal(sampling.branch_calibration[:2], [off_path] * 2)

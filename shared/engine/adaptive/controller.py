@@ -12,7 +12,6 @@ from jaxtyping import Float64
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
 from shared.engine.adaptive.acceptance import AcceptanceModel
-from shared.engine.adaptive.branches import BranchRates
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.policy import Policy, PolicyInput
 from shared.engine.adaptive.tiers import Shapes, Tier
@@ -59,7 +58,6 @@ class AdaptiveController:
       shapes: Tiers and their shapes.
       costs: Current cost of each tier.
       acceptance: Acceptance estimates of requests.
-      branches: Acceptance off the first path of trees; None without trees over a block.
       index: Always None: the device drafts.
 
     Raises:
@@ -79,9 +77,6 @@ class AdaptiveController:
         self.costs = Costs(table, self.shapes.batches, last_waits=True)
         self.acceptance = AcceptanceModel(self.shapes.tiers)
         self.acceptance.warm_up()
-        depth = max(tier.depth for tier in self.shapes.tiers)
-        over_block = any(s.block and s.width > 1 for s in self.shapes.by_size.values())
-        self.branches = BranchRates(depth) if over_block else None
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
         self._trace, self.index = trace, None
@@ -114,17 +109,13 @@ class AdaptiveController:
         if self._trace is not None:
             ids = [request.request_id for request in ready]
             self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
-        calibration = branch_calibration = None
+        calibration = None
         if shape.shares_rows(batch):
             # Drafts of the batch compete for its verify rows.
             place = {request.request_id: i for i, request in enumerate(ready)}
             kept = survivals[[place[request.request_id] for request in requests]]
             calibration = np.log(kept).astype(np.float32)
-        if self.branches is not None:
-            branch_calibration = self.branches.log_ratio().astype(np.float32)
-        return ScheduledRows.decode(
-            requests, shape, calibration=calibration, branch_calibration=branch_calibration
-        )
+        return ScheduledRows.decode(requests, shape, calibration=calibration)
 
     def situation(self, ready: Sequence[Request]) -> tuple[PolicyInput, Float64[np.ndarray, "B D"]]:
         """Returns the policy's input for these requests, and their chains' acceptance probability
@@ -183,14 +174,6 @@ class AdaptiveController:
         deepest = self.shapes.tiers[tier].depth
         drafted = np.minimum(result.num_nodes[alive] - 1, deepest).astype(np.int64)
         drafted[accepted < 0] = 0  # a failed row gives no information
-        if self.branches is not None and self.shapes.tiers[tier].width > 1:
-            self.branches.learn(
-                parents=result.parents[alive],
-                drafts=result.drafts[alive],
-                num_nodes=result.num_nodes[alive],
-                tokens=result.tokens[alive],
-                accepted=accepted,
-            )
         places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
         self.acceptance.learn(places, tier, drafted, accepted)
 
