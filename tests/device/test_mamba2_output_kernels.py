@@ -142,11 +142,12 @@ def test_mamba2_output_kernels_have_equal_parameters() -> None:
 def test_torch_mamba2_output_kernel_matches_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SIZES["gate first"]
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
-    out, projected, weight = (torch.tensor(x) for x in inputs_of(sizes))
+    device = "cuda" if ON_GPU else "cpu"
+    out, projected, weight = (torch.tensor(x, device=device) for x in inputs_of(sizes))
     kernel = torch_impl.ops.recurrent.mamba2.kernel_gated_output
     out, projected = out.bfloat16(), projected.bfloat16()
     got = kernel(torch_impl.ops.KERNELS, out, projected, weight, EPS, sizes, SINGLE_RANK)
-    np.testing.assert_array_equal(got.float().numpy(), found("triton", "gate first"))
+    np.testing.assert_array_equal(got.float().cpu().numpy(), found("triton", "gate first"))
 
 
 def test_jax_mamba2_output_reads_stacked_norm(monkeypatch: pytest.MonkeyPatch) -> None:
