@@ -21,6 +21,7 @@ from jax_impl.training import export, target_outputs, tasks, tree_acceptance
 from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.checkpoints import note_run
 from jax_impl.training.examples import Batches, RaggedRows, open_tokenizer, read_prompts, read_rows
+from jax_impl.training.file_lock import locked
 from jax_impl.training.formats import SPECULATORS, check_format, speculators_json
 from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
@@ -229,15 +230,16 @@ def _own_outputs(
     sampling = SamplingParams(
         temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
     )
-    if target_outputs.missing(path, target_id, prompts, sampling):
-        quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
-        slots = min(given.output_slots, len(prompts))
-        context = _max_tokens(given, config)
-        engine = target_outputs.make_engine(
-            config, target.model, slots, context, given.dtype, quick
-        )
-        target_outputs.write_outputs(path, engine, target_id, prompts, sampling)
-        engine.close()
+    with locked(path):
+        if target_outputs.missing(path, target_id, prompts, sampling):
+            quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
+            slots = min(given.output_slots, len(prompts))
+            context = _max_tokens(given, config)
+            engine = target_outputs.make_engine(
+                config, target.model, slots, context, given.dtype, quick
+            )
+            target_outputs.write_outputs(path, engine, target_id, prompts, sampling)
+            engine.close()
     return target_outputs.read_outputs(path, target_id, prompts, sampling, given.max_tokens)
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
+from jax_impl.training.file_lock import locked
 from jax_impl.training.lines import for_template, read_line
 from shared import children
 from shared.text.chat_template import Conversation, TemplateError
@@ -271,10 +272,10 @@ def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> RaggedRow
         raise ValueError(f"the data file {path} does not exist")
     cache = path.with_name(path.name + ".tokens.npz")
     wanted = _fingerprint(path, tokenizer_folder, max_tokens)
-    if cache.is_file() and (rows := _load(cache, wanted)):
-        return rows
-    rows = _tokenised(path, tokenizer_folder, max_tokens)
-    _save(cache, rows, wanted)
+    with locked(cache):
+        if not cache.is_file() or not (rows := _load(cache, wanted)):
+            rows = _tokenised(path, tokenizer_folder, max_tokens)
+            _save(cache, rows, wanted)
     return rows
 
 
