@@ -2,7 +2,7 @@
 
 The language model is frozen. A small vision encoder learns to map synthetic images to the token
 embeddings of their captions. The language model, which was not trained on images, then reads the
-caption in place of the image tokens. Writes `vision_encoder.safetensors`.
+caption in place of the image tokens. Writes the weights of the encoder.
 """
 
 import argparse
@@ -93,11 +93,11 @@ def new_params(wanted: list[Parameter], seed: int) -> Params:
 class Task:
     """Training task: a vision encoder by the folder's config, and the target embedding table."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: Path) -> None:
         vision = vision_from_folder(FOLDER)
         assert vision is not None
         self.vision, self.wanted = vision, vision_encoder_parameters(vision)
-        tensors = load_file(TEXT / "model.safetensors")
+        tensors = load_file(target / "model.safetensors")
         table = next(x for name, x in tensors.items() if name.endswith("embed_tokens.weight"))
         self.table, self.words = table.astype(np.float32), words()
         blank = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
@@ -193,12 +193,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for tower.safetensors")
+    parser.add_argument("--target", type=Path, default=TEXT, help="folder of the language model")
     parser.add_argument("--batch", type=int, default=128, help="images in a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=1, help="processes that generate images")
     options = parser.parse_args()
-    task = Task()
+    task = Task(options.target)
     params = train(task, options)
     save(task, params, options.out)
     checked = jax.jit(task.loss_of)
