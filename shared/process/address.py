@@ -5,6 +5,7 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 from shared.options.flags import ConfigError
@@ -12,6 +13,7 @@ from shared.options.server import ANY, ServerOptions
 
 NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 LOOPBACK = "127.0.0.1"
+MAX_NAMES = 128  # parsed names of Host headers, each of which takes 15 us
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def _are_local(listeners: Sequence[socket.socket]) -> bool:
     return all(is_local(listener.getsockname()[0]) for listener in listeners)
 
 
+@lru_cache(MAX_NAMES)
 def is_local(name: str) -> bool:
     """Returns True for a name or an address of the loopback interface."""
     try:
