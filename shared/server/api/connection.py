@@ -69,6 +69,24 @@ class HttpConfig(uvicorn.Config):
         )
 
 
+class ResponseConnection(h11.Connection):
+    """HTTP state of a connection, which returns the head of a response with its first data.
+
+    Two writes would wake the client twice before the first event of a stream.
+    """
+
+    _head = b""
+
+    def send(self, event: h11.Event) -> bytes | None:
+        """Returns the bytes to send for an event; none for the head of a response."""
+        data = super().send(event)
+        if isinstance(event, h11.Response):
+            self._head = data or b""
+            return b""
+        head, self._head = self._head, b""
+        return head + data if head and data is not None else data
+
+
 class TimeoutConnection(H11Protocol):
     """HTTP connection that closes when a request does not arrive in time.
 
@@ -85,6 +103,7 @@ class TimeoutConnection(H11Protocol):
         """Starts the read timeout of the first request, or rejects the connection."""
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
+        self.conn = ResponseConnection(h11.SERVER, MAX_HEAD_BYTES)
         if len(self.connections) > self._room.most:
             self._refuse()
         else:
