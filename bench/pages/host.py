@@ -51,6 +51,19 @@ def _by_best(line: Line, policy: str) -> float:
     return speeds[policy] / speeds["adaptive"] * line["adaptive_by_best"]
 
 
+def block_trees(found: Found) -> list[str]:
+    """Returns the table of `bench.speculation.adaptive_block_trees`."""
+    cells = [["profile", "requests", "chain of 15", "tree of 32", "adaptive", "of the better"]]
+    for file in found.blocks:
+        for line in file["lines"]:
+            speeds = [f"{line['tokens_per_s'][name]:.0f}" for name in ("chain", "tree", "adaptive")]
+            share = f"{line['adaptive_by_best']:.3f}"
+            cells.append([line["profile"], str(line["batch"]), *speeds, share])
+    stamps = [stamp(file) for file in found.blocks]
+    title = "Chain, tree or adaptive with a block head, in simulated tokens/s"
+    return table(title, stamps, ["simulated H200"], cells)
+
+
 def host_times(found: Found) -> list[str]:
     """Returns the table of `bench.speculation.host_overhead`."""
     cells = [["controller", "prefix cache", "requests", "host, us", "device, ms", "share"]]

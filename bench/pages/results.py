@@ -27,6 +27,7 @@ PATTERNS = {
     "hits": ("hits_*",),
     "fused": ("fused_*",),
     "adaptive": ("adaptive_*",),
+    "blocks": ("simulated_block_trees*",),
     "host": ("host_*",),
     "http": ("http_share_*",),
 }
@@ -79,7 +80,7 @@ class Found:
       decode: Decode steps after prompts of one length, by `bench.steps.decode_steps`.
       long: The same after longer prompts.
       tp: The same with several GPUs, and with one of them.
-      prefill, hits, adaptive, host, http: Files of the bench of that subject.
+      prefill, hits, adaptive, blocks, host, http: Files of the bench of that subject.
       tp_prefill: Prefill with one GPU and with several.
       fused: Steps in one device program and in three.
       peers: Steps of other engines, a file for each engine and model.
@@ -93,6 +94,7 @@ class Found:
     hits: Sequence[File] = ()
     fused: Sequence[File] = ()
     adaptive: Sequence[File] = ()
+    blocks: Sequence[File] = ()
     host: Sequence[File] = ()
     http: Sequence[File] = ()
     peers: Sequence[File] = field(default=())

@@ -7,43 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
-from shared.engine.adaptive.tiers import Tier
-from shared.engine.branch_calibration import BranchCalibrationController, BranchRates
-from shared.engine.cache_policy import NO_CACHE
-from shared.engine.engine import Engine
-from tests.support.simulation.block_trees import BlockTreeBackend, Profile, block_seconds
-from tests.support.simulation.device import simulated_capacity
-from tests.support.simulation.phases import Served, imposed, serve
-from tests.support.simulation.work import always
-
-TIERS = (Tier(1, 0, 0), Tier(8, 7, 1), Tier(16, 15, 1), Tier(32, 15, 8))
-CHAIN, TREE = 2, 3
-BATCHES = (1, 8, 32)
-
-# At batch 1 chains of 15 drafts give 8.0, 5.6 and 3.3 tokens a step, trees of 32 nodes 9.6, 7.2
-# and 4.8.
-PROFILES = {
-    "maths": Profile(certain=0.7, least=0.5, most=0.95),
-    "code": Profile(certain=0.5, least=0.5, most=0.9),
-    "chat": Profile(certain=0.2, least=0.4, most=0.85),
-    "bidirectional": Profile(certain=0.3, least=0.4, most=0.85, follows=0.3),
-}
-
-
-def run(
-    policy: Policy, profile: Profile, batch: int, tokens: int = 600
-) -> tuple[Served, BranchCalibrationController]:
-    """A phase of one policy, and its controller."""
-    phases, _ = imposed([("texts", batch, 2 * batch + 6, tokens, always(0.0))], part=1 << 20)
-    capacity = simulated_capacity(TIERS, BATCHES, overlap=1, block=16)
-    backend = BlockTreeBackend(capacity, block_seconds, profile, noise=0.03)
-    table = {b: [block_seconds(b, tier) for tier in TIERS] for b in BATCHES}
-    inner = AdaptiveController(capacity, policy, table, has_experts=False)
-    controller = BranchCalibrationController(inner, capacity)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
-    return serve(engine, phases, lambda: backend.clock)[0], controller
+from shared.engine.adaptive.policy import ExpectedValuePolicy, Static
+from shared.engine.branch_calibration import BranchRates
+from tests.support.simulation.block_trees import BATCHES, CHAIN, PROFILES, TREE, run
+from tests.support.simulation.phases import Served
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Simulated device with a block head: chains and trees of best prefixes from the same head.
+"""Simulated device with a block head: chains and trees of best prefixes from the same head, and
+phases of requests on it.
 
 Each depth of a block has a distribution over candidates, drawn by the request's seed and the
 position. The target's choice has a rank in it while the path is the first one. After a sibling it
@@ -14,9 +15,16 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.boundary.backend import BackendLimits, Decode, StepPlan
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import Policy
 from shared.engine.adaptive.tiers import Tier
+from shared.engine.branch_calibration import BranchCalibrationController
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
 from shared.spec import best_prefixes, verify_budget
-from tests.support.simulation.device import Clock, Seconds
+from tests.support.simulation.device import Clock, Seconds, simulated_capacity
+from tests.support.simulation.phases import Served, imposed, serve
+from tests.support.simulation.work import always
 
 DEPTHS, RANKS = 15, 8
 NO_RANK = RANKS
@@ -172,3 +180,33 @@ def block_seconds(batch: int, tier: Tier) -> float:
         return float(np.interp(batch, list(known), list(known.values()))) / 1000
     rows = tier.shape(batch).rows
     return (FIRST_MS + ROW_MS * rows + TREE_MS * (tier.width > 1)) / 1000
+
+
+TIERS = (Tier(1, 0, 0), Tier(8, 7, 1), Tier(16, 15, 1), Tier(32, 15, 8))
+CHAIN, TREE = 2, 3
+"""Numbers of the longest chain and of the tree in `TIERS`."""
+
+BATCHES = (1, 8, 32)
+
+# At batch 1 chains of 15 drafts give 8.0, 5.6 and 3.3 tokens a step, trees of 32 nodes 9.6, 7.2
+# and 4.8.
+PROFILES = {
+    "maths": Profile(certain=0.7, least=0.5, most=0.95),
+    "code": Profile(certain=0.5, least=0.5, most=0.9),
+    "chat": Profile(certain=0.2, least=0.4, most=0.85),
+    "bidirectional": Profile(certain=0.3, least=0.4, most=0.85, follows=0.3),
+}
+
+
+def run(
+    policy: Policy, profile: Profile, batch: int, tokens: int = 600
+) -> tuple[Served, BranchCalibrationController]:
+    """Serves a phase of equal requests with one policy, and returns the controller too."""
+    phases, _ = imposed([("texts", batch, 2 * batch + 6, tokens, always(0.0))], part=1 << 20)
+    capacity = simulated_capacity(TIERS, BATCHES, overlap=1, block=16)
+    backend = BlockTreeBackend(capacity, block_seconds, profile, noise=0.03)
+    table = {b: [block_seconds(b, tier) for tier in TIERS] for b in BATCHES}
+    inner = AdaptiveController(capacity, policy, table, has_experts=False)
+    controller = BranchCalibrationController(inner, capacity)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
+    return serve(engine, phases, lambda: backend.clock)[0], controller
