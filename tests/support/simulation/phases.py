@@ -29,12 +29,18 @@ class Phase:
 
 @dataclass(frozen=True)
 class Served:
-    """Tokens and time of a phase."""
+    """Tokens and time of a phase.
+
+    Attributes:
+      rows, accepted: Rows of all decode steps, and the draft tokens that they accepted.
+    """
 
     name: str
     tokens: int
     seconds: float
     steps: int
+    rows: int = 0
+    accepted: int = 0
 
     @property
     def speed(self) -> float:
@@ -49,18 +55,25 @@ def serve(engine: Engine, phases: Sequence[Phase], clock: Callable[[], float]) -
 
 def _serve(engine: Engine, phase: Phase, clock: Callable[[], float]) -> Served:
     waiting, running = [copy.deepcopy(request) for request in reversed(phase.requests)], 0
-    began, tokens, steps, counted = clock(), 0, 0, None
+    began, counted, steps = clock(), None, 0
+    tokens = rows = accepted = 0
+
+    def served() -> Served:
+        return Served(phase.name, tokens, clock() - began, steps, rows, accepted)
+
     while waiting or engine.busy:
         while waiting and running < phase.batch:
             engine.add(waiting.pop())
             running += 1
         if phase.goes_on and not waiting and counted is None:
-            counted = Served(phase.name, tokens, clock() - began, steps)
+            counted = served()
         steps += 1
         for event in engine.step():
             tokens += len(event.tokens)
+            rows += event.accepted is not None
+            accepted += event.accepted or 0
             running -= event.finish_reason is not None
-    return counted or Served(phase.name, tokens, clock() - began, steps)
+    return counted or served()
 
 
 @dataclass(frozen=True)
