@@ -1,39 +1,75 @@
-"""LoRA adapters of a model on a device, and layers with the adapters of a pass."""
+"""LoRA adapters of a model on a device: load steps, and layers with the adapters of a pass."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Shaped
+from jax import lax
+from jaxtyping import Int, Int32
 
 from jax_impl.model_weights import Layer
 from jax_impl.ops.attention.latent_attention import LatentWeights
+from jax_impl.ops.collectives.all_gather import number
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.lora import AdapterWeights, RowAdapters
 from jax_impl.ops.moe.experts import ParallelMLP
-from shared.models.adapter_pool import AdapterStack
+from shared.boundary.adapter_pool import OUTPUT_AXES, AdapterPoolSpec
+from shared.boundary.program import Program
+from shared.boundary.tp_group import TPGroup
 from shared.models.groups import LayerPlace
 
 Adapters = Mapping[str, AdapterWeights]
 """Adapters of each parameter that has some, by name; stacks of layers."""
 
-NO_ADAPTERS: Adapters = MappingProxyType({})
+NO_ADAPTERS: Adapters = {}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def adapters_on(
-    stacks: Mapping[str, AdapterStack], dtype: np.dtype | type, device: jax.Device
-) -> Adapters:
-    """Copies a rank's adapters to its device; scales and factors are float32."""
+def new_adapters(pool: AdapterPoolSpec | None, num_ranks: int, dtype: np.dtype | type) -> Adapters:
+    """Returns the empty adapter slots of a rank; scales and factors are float32."""
+    if pool is None:
+        return NO_ADAPTERS
 
-    def of(array: Shaped[np.ndarray, "..."], kind: np.dtype | type = np.float32) -> jax.Array:
-        return jax.device_put(array.astype(kind), device)
+    def empty(shape: tuple[int, ...], kind: np.dtype | type) -> jax.Array:
+        return jnp.zeros((pool.num_slots, *shape), kind)
 
     return {
-        name: AdapterWeights(of(x.a, dtype), of(x.b, dtype), of(x.scales), of(x.factors), x.parts)
-        for name, x in stacks.items()
+        name: AdapterWeights(
+            **{
+                x: empty(shape, dtype if x in ("a", "b") else np.float32)
+                for x, shape in each.arrays.items()
+            },
+            parts=each.parts,
+        )
+        for name, each in pool.local(0, num_ranks).items()
     }
+
+
+def load(
+    adapters: Adapters,
+    pool: AdapterPoolSpec,
+    group: TPGroup,
+    program: Program,
+    slot: Int[jax.Array, " 1"],
+    words: Int32[jax.Array, " words"],
+) -> Adapters:
+    """Writes the layers of a load step into an adapter slot, with the outputs of each rank."""
+    found = dict(adapters)
+    for array, span in pool.arrays(program):
+        values = lax.bitcast_convert_type(words[span], DTYPES[array.dtype]).reshape(array.shape)
+        if not group.is_single and array.name in OUTPUT_AXES:
+            ranks = range(group.count)
+            outputs = np.stack([pool.outputs(array.parameter, i, group.count) for i in ranks])
+            own = jnp.asarray(outputs)[number(group)]
+            values = jnp.take(values, own, axis=OUTPUT_AXES[array.name])
+        weights = found[array.parameter]
+        memory = getattr(weights, array.name)
+        first = (slot[0] - 1, array.layers.start, *[0] * (values.ndim - 1))
+        memory = lax.dynamic_update_slice(memory, values[None], first)
+        found[array.parameter] = weights._replace(**{array.name: memory})
+    return found
 
 
 def with_adapters(

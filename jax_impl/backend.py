@@ -17,7 +17,7 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, ops, weights
-from jax_impl.adapters import Adapters, adapters_on
+from jax_impl.adapters import Adapters
 from jax_impl.compilation_cache import CompilationCache
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
@@ -44,7 +44,6 @@ from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.adapter_pool import AdapterStack
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import shard_config
 
@@ -80,7 +79,6 @@ class JaxBackend:
         kept_in: Path | None = None,
         group: TPGroup = SINGLE_RANK,
         tower: Loaded | Sequence[Loaded] | None = None,
-        adapters: Sequence[Mapping[str, AdapterStack]] = (),
     ) -> None:
         """Allocates the pools of `capacity`; compiles nothing yet.
 
@@ -104,7 +102,6 @@ class JaxBackend:
           group: TP group: consecutive devices of this process from `device` on, one per rank, which
             run every step together.
           tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
-          adapters: LoRA adapters of each rank by parameter; empty without.
 
         Raises:
           ValueError: There are fewer devices than ranks, or the model cannot be sharded evenly. See
@@ -131,17 +128,15 @@ class JaxBackend:
             fallback_ops(self._blueprint, KERNEL_LIMITS)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
         devices = self._together.devices
-        stacks = adapters or [{}] * len(devices)
-        lora = [adapters_on(x, kind, on) for x, on in zip(stacks, devices, strict=True)]
-        self._tree = jax.tree.structure((model, own[0], towers[0], lora[0]))
-        loaded = zip(devices, models, own, towers, lora, strict=True)
+        self._tree = jax.tree.structure((model, own[0], towers[0]))
+        loaded = zip(devices, models, own, towers, strict=True)
         each = [leaves_of(on, x) for on, *x in loaded]
         allocate = partial(device_state.allocate, config, capacity, drafts.sizes, kind)
         is_here = all(isinstance(leaf, jax.Array | list) for leaf in each[0])
         if is_here:
-            states = [allocate(device) for device in devices]
+            states = [allocate(device, group.count) for device in devices]
         else:
-            states = [jax.eval_shape(partial(allocate, device)) for device in devices]
+            states = [jax.eval_shape(partial(allocate, device, group.count)) for device in devices]
             each, states = jax.tree.map(partial(_shape_on, where), (each, states))
         self._leaves, self._state = self._together.joined(each), self._together.joined(states)
         self._exchange = self._meet = None
@@ -268,17 +263,20 @@ class JaxBackend:
             given: StepInputs, state: DeviceState, words: Words
         ) -> tuple[DeviceState, Words]:
             leaves, exchange = given
-            state, result = step(self._context(leaves, exchange), state, words, program)
+            context = self._context(leaves, state.adapters, exchange)
+            state, result = step(context, state, words, program)
             if exchange is not None:
                 result = jnp.append(result, exchange.error(result))
             return state, result
 
         return self._together.run(of_rank, given, state, words)
 
-    def _context(self, leaves: list[Leaf], exchange: AllGather | None) -> StepContext:
+    def _context(
+        self, leaves: list[Leaf], adapters: Adapters, exchange: AllGather | None
+    ) -> StepContext:
         """Builds the context of a step from the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        loaded, own, seeing, adapters = jax.tree.unflatten(self._tree, leaves)
+        loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
         tower = seeing and weights.vision_encoder_of(seeing)
         model, drafter = self._bind(loaded, own, adapters, self._group.on(exchange))
         return StepContext(model, drafter, tower, self.capacity)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
+from jax_impl.adapters import Adapters, new_adapters
 from jax_impl.cache_pools import new_kv, new_pools, new_states
 from jax_impl.ops.attention.attention import Pools, WindowPageTables
 from jax_impl.ops.recurrent.recurrent_state import RecurrentState
@@ -19,6 +20,7 @@ from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
 from jax_impl.ops.trees.merge_drafts import NgramTrees
 from jax_impl.vision_encoder import Begun, Pixels
+from shared.boundary.adapter_pool import WORDS
 from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.images import max_begun
@@ -95,6 +97,7 @@ class DeviceState(NamedTuple):
       draft: None without a drafter.
       images: None for a model without a vision encoder.
       texts: N-gram table; None if no n-gram drafts are made on the device.
+      adapters: LoRA adapters of the model.
     """
 
     lengths: Int[jax.Array, " slots"]
@@ -106,6 +109,7 @@ class DeviceState(NamedTuple):
     draft: DraftState | None
     images: ImageState | None
     texts: ngram.NgramState | None
+    adapters: Adapters
 
 
 def allocate(
@@ -114,8 +118,9 @@ def allocate(
     drafter: DraftStateSizes | None,
     dtype: np.dtype | type,
     device: jax.Device,
+    num_ranks: int,
 ) -> DeviceState:
-    """Allocates the state before the first step, all zeros.
+    """Allocates the state of a rank before the first step, all zeros.
 
     Args:
       drafter: Sizes of the drafter's state; None without a drafter.
@@ -139,6 +144,7 @@ def allocate(
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
             images=_new_images(capacity, dtype),
             texts=_new_texts(capacity),
+            adapters=new_adapters(capacity.adapters, num_ranks, dtype),
         )
 
     return zeros()
@@ -267,8 +273,8 @@ class Plan:
       image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
       window_page_tables: Pages of each row in the window pools, by sliding window.
-      kv: Words of an import, by field; empty in other steps.
-      adapters: Adapter slot of each row; None if the program takes none.
+      kv: Words of an import or of an adapter, by field; empty in other steps.
+      adapters: Adapter slot of each row, or that a load step writes; None without.
     """
 
     slots: Int[jax.Array, " B"]
@@ -321,7 +327,7 @@ def read_plan(words: Words, program: Program, capacity: BackendLimits) -> Plan:
         window_page_tables={
             pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
         },
-        kv={name: words for name, words in at.items() if name.startswith("kv_")},
+        kv={name: words for name, words in at.items() if name.startswith(("kv_", WORDS))},
         adapters=at.get("adapters"),
     )
 
@@ -378,13 +384,7 @@ def _read_drafts(at: Fields) -> HostDraft:
 
 
 def _read_copies(at: Fields) -> NgramTrees:
-    return NgramTrees(
-        tokens=at["copies_tokens"],
-        parents=at["copies_parents"],
-        num_nodes=at["copies_num_nodes"],
-        weights=at["copies_weights"],
-        at=at["copies_at"],
-    )
+    return NgramTrees(**{name: at[f"copies_{name}"] for name in NgramTrees._fields})
 
 
 def pack(values: Fields, program: Program, capacity: BackendLimits) -> Words:

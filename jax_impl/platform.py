@@ -19,7 +19,6 @@ from shared.boundary.backend import BackendSpec
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.dummy_weights import Stored
-from shared.models.parameters import parameters
 from shared.process.buckets import ProgramCosts
 from shared.process.start import Platform
 
@@ -55,12 +54,6 @@ def load_backend(
             towers.append(
                 load_vision_encoder(*tower_source, each, _ignore_progress if towers else progress)
             )
-    stacks = []
-    if blueprint.adapters is not None:
-        assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # the checks reject it
-        whole = parameters(blueprint.config, False)
-        ranks = [(rank.rank, rank.count) for rank in together.ranks]
-        stacks = [blueprint.adapters.of_rank(whole, i, n, checkpoint) for i, n in ranks]
     draft_weights = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
@@ -74,7 +67,6 @@ def load_backend(
         kept_in=CACHE_FOLDER,
         group=group,
         tower=towers or None,
-        adapters=stacks,
     )
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
+from jax_impl.adapters import load
 from jax_impl.decode import decode
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.draft import draft
@@ -11,6 +12,7 @@ from jax_impl.encode_image import encode
 from jax_impl.kv_transfer import transfer
 from jax_impl.prefill import count_tokens, prefill
 from jax_impl.step_context import Step, StepContext
+from shared.boundary.adapter_pool import WORDS
 from shared.boundary.buffers import has_plan_rows
 from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
@@ -33,9 +35,20 @@ def step(
         state, fields = encode(context, state, plan, program)
     elif program.work in TRANSFERS:
         state, fields = transfer(context, state, plan, program)
+    elif program.work is StepKind.LOAD_ADAPTER:
+        state, fields = _load(context, state, plan, program), {}
     else:
         state, fields = WORK[program.work](Step.of(context, state, plan, program), state)
     return _end(context, state, plan, fields, program)
+
+
+def _load(context: StepContext, state: DeviceState, plan: Plan, program: Program) -> DeviceState:
+    """Writes layers of an adapter."""
+    pool, group = context.capacity.adapters, context.model.group
+    assert pool is not None  # otherwise the program does not exist
+    assert plan.adapters is not None
+    adapters = load(state.adapters, pool, group, program, plan.adapters, plan.kv[WORDS])
+    return state._replace(adapters=adapters)
 
 
 def _end(

@@ -55,6 +55,7 @@ ONE_SIDED_NAMES = {
     "device_state.py::select": "JAX's states are values",
     "step_context.py::drafter_state": "the drafter of torch shares the target's pools",
     "step_context.py::with_drafter_state": "the same",
+    "adapters.py::new_adapters": "a JAX program declares the placement of its results",
     "cache_pools.py::new_kv": "a JAX program declares the placement of its results",
     "cache_pools.py::new_pools": "the same",
     "cache_pools.py::new_states": "the same",
@@ -93,6 +94,7 @@ OTHER_OPS = {
         f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
     },
     "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
+    "adapters.py::load": "JAX reads its rank within the program",
     "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
 }

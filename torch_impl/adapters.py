@@ -1,16 +1,17 @@
-"""LoRA adapters of a model on a device, and layers with the adapters of a pass."""
+"""LoRA adapters of a model on a device: load steps, and layers with the adapters of a pass."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Int32
 from torch import Tensor
 
-from shared.models.adapter_pool import AdapterStack
+from shared.boundary.adapter_pool import OUTPUT_AXES, AdapterPoolSpec
+from shared.boundary.program import Program
+from shared.boundary.tp_group import TPGroup
 from shared.models.groups import LayerPlace
 from torch_impl.model_weights import Layer
 from torch_impl.ops.attention.latent_attention import LatentWeights
@@ -24,18 +25,49 @@ Adapters = Mapping[str, AdapterWeights]
 NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
-def adapters_on(
-    stacks: Mapping[str, AdapterStack], dtype: torch.dtype, device: torch.device
-) -> Adapters:
-    """Copies a rank's adapters to its device; scales and factors are float32."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-    def of(array: Shaped[np.ndarray, "..."], kind: torch.dtype = torch.float32) -> Tensor:
-        return torch.from_numpy(array).to(device, kind)
+
+def new_adapters(
+    pool: AdapterPoolSpec | None, num_ranks: int, dtype: torch.dtype, device: torch.device
+) -> Adapters:
+    """Returns the empty adapter slots of a rank; scales and factors are float32."""
+    if pool is None:
+        return NO_ADAPTERS
+
+    def empty(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        return torch.zeros((pool.num_slots, *shape), dtype=kind, device=device)
 
     return {
-        name: AdapterWeights(of(x.a, dtype), of(x.b, dtype), of(x.scales), of(x.factors), x.parts)
-        for name, x in stacks.items()
+        name: AdapterWeights(
+            **{
+                x: empty(shape, dtype if x in ("a", "b") else torch.float32)
+                for x, shape in each.arrays.items()
+            },
+            parts=each.parts,
+        )
+        for name, each in pool.local(0, num_ranks).items()
     }
+
+
+def load(
+    adapters: Adapters,
+    pool: AdapterPoolSpec,
+    group: TPGroup,
+    program: Program,
+    slot: Int[Tensor, " 1"],
+    words: Int32[Tensor, " words"],
+) -> None:
+    """Writes the layers of a load step into an adapter slot, with the outputs of this rank."""
+    for array, span in pool.arrays(program):
+        values = words[span].view(DTYPES[array.dtype]).view(array.shape)
+        if not group.is_single and array.name in OUTPUT_AXES:
+            outputs = pool.outputs(array.parameter, group.rank, group.count)
+            own = torch.from_numpy(outputs).to(words.device)
+            values = values.index_select(values.ndim + OUTPUT_AXES[array.name], own)
+        memory = getattr(adapters[array.parameter], array.name)[:, array.layers]
+        # Slot 0 is that of an empty plan at startup, before any adapter is loaded.
+        memory.index_copy_(0, (slot.long() - 1).clamp(min=0), values[None])
 
 
 def with_adapters(

@@ -22,12 +22,10 @@ from shared.boundary.program import CAPTURED, LaunchMode, Program, StepKind
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.adapter_pool import AdapterStack
 from shared.models.config import ModelConfig
 from shared.models.tp_sharding import shard_config
 from torch_impl import drafters
 from torch_impl import weights as weights_module
-from torch_impl.adapters import adapters_on
 from torch_impl.cuda_graphs import CapturedGraph, CapturedGraphs
 from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
@@ -74,7 +72,6 @@ class TorchBackend:
         captured: Collection[StepKind] = (),
         group: TPGroup = SINGLE_RANK,
         tower: VisionEncoderWeights | None = None,
-        adapters: Mapping[str, AdapterStack] | None = None,
     ) -> None:
         """Allocates a rank's shard of the pools of `capacity` on the device.
 
@@ -93,7 +90,6 @@ class TorchBackend:
           group: TP group of this rank. All ranks receive the same plans in the same order and
             return the same results.
           tower: Loaded vision encoder; None for a text-only model. Replicated on all ranks.
-          adapters: LoRA adapters of this rank by parameter; None without.
 
         Raises:
           ValueError: The model cannot be sharded evenly, or CUDA graphs are requested without a
@@ -128,10 +124,9 @@ class TorchBackend:
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # temporary memory of loading
         group = connect(group, kernels_on(device), device)
-        model = Model.of(
-            config, weights, group, adapters_on(adapters or {}, weights.embed.dtype, device)
-        )
-        self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
+        kind = weights.embed.dtype
+        self._state = allocate(config, capacity, kept, kind, device, group.count)
+        model = Model.of(config, weights, group, self._state.adapters)
         drafter = _drafter(model, drafts, draft_weights)
         context = StepContext(model, drafter, tower, capacity, self._state)
         self._queue = (

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.boundary.adapter_pool import WORDS
 from shared.boundary.backend import BackendLimits
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import max_begun
@@ -15,6 +16,7 @@ from shared.drafts.config import DraftStateSizes
 from shared.models.config import ModelConfig
 from shared.models.groups import CachePool
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
+from torch_impl.adapters import Adapters, new_adapters
 from torch_impl.cache_pools import new_kv, new_pools, new_states
 from torch_impl.ops.attention.attention import Pools, WindowPageTables
 from torch_impl.ops.recurrent.recurrent_state import RecurrentState
@@ -96,6 +98,7 @@ class DeviceState:
       draft: None without a drafter.
       images: None for a model without a vision encoder.
       texts: N-gram table; None if no n-gram drafts are made on the device.
+      adapters: LoRA adapters of the model.
     """
 
     lengths: Int[Tensor, " slots"]
@@ -107,6 +110,7 @@ class DeviceState:
     draft: DraftState | None
     images: ImageState | None
     texts: ngram.NgramState | None
+    adapters: Adapters
 
 
 def allocate(
@@ -115,8 +119,9 @@ def allocate(
     drafter: DraftStateSizes | None,
     dtype: torch.dtype,
     device: torch.device,
+    num_ranks: int,
 ) -> DeviceState:
-    """Allocates the state before the first step, all zeros.
+    """Allocates the state of a rank before the first step, all zeros.
 
     Args:
       drafter: Sizes of the drafter's state; None without a drafter.
@@ -137,6 +142,7 @@ def allocate(
         draft=None if drafter is None else _new_draft(drafter, kv, capacity, dtype, device),
         images=_new_images(capacity, dtype, device),
         texts=_new_texts(capacity, device),
+        adapters=new_adapters(capacity.adapters, num_ranks, dtype, device),
     )
 
 
@@ -279,8 +285,8 @@ class Plan:
       image: Image of an encode step; None in other steps.
       texts: N-gram scopes of the rows; None without n-gram drafts on the device.
       window_page_tables: Pages of each row in the window pools, by sliding window.
-      kv: Words of an import, by field; empty in other steps.
-      adapters: Adapter slot of each row; None if the program takes none.
+      kv: Words of an import or of an adapter, by field; empty in other steps.
+      adapters: Adapter slot of each row, or that a load step writes; None without.
     """
 
     slots: Int[Tensor, " B"]
@@ -341,7 +347,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: BackendL
         window_page_tables={
             pool.window: at["window_page_tables"][i] for i, pool in enumerate(capacity.window_pools)
         },
-        kv={name: words for name, words in at.items() if name.startswith("kv_")},
+        kv={name: words for name, words in at.items() if name.startswith(("kv_", WORDS))},
         adapters=at.get("adapters"),
     )
 
@@ -391,13 +397,7 @@ def _read_drafts(at: Fields) -> HostDraft:
 
 
 def _read_copies(at: Fields) -> NgramTrees:
-    return NgramTrees(
-        tokens=at["copies_tokens"],
-        parents=at["copies_parents"],
-        num_nodes=at["copies_num_nodes"],
-        weights=at["copies_weights"],
-        at=at["copies_at"],
-    )
+    return NgramTrees(**{f.name: at[f"copies_{f.name}"] for f in fields(NgramTrees)})
 
 
 def pack(values: Fields, program: Program, capacity: BackendLimits) -> Int[Tensor, " out"]:

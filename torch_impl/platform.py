@@ -59,10 +59,6 @@ def load_backend(
     images, tower = blueprint.capacity.images, None
     if images is not None:
         tower = load_vision_encoder(checkpoint, images.vision, *placement)
-    adapters = blueprint.adapters
-    if adapters is not None:
-        whole = parameters(model, False)
-        adapters = adapters.of_rank(whole, group.rank, group.count, checkpoint)
     if device.type == "cpu":
         set_cpu_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     return TorchBackend(
@@ -76,7 +72,6 @@ def load_backend(
         captured=blueprint.captured if blueprint.on_gpu else (),
         group=group,
         tower=tower,
-        adapters=adapters,
     )
 
 

@@ -4,13 +4,16 @@ All state is written in place and no value is read back to the host. The program
 the operations of a step, so a whole decode step can be captured as one CUDA graph.
 """
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from shared.boundary.adapter_pool import WORDS
 from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import TRANSFERS
+from torch_impl.adapters import load
 from torch_impl.decode import decode
-from torch_impl.device_state import Fields, pack, read_plan
+from torch_impl.device_state import Fields, Plan, pack, read_plan
 from torch_impl.draft import draft
 from torch_impl.encode_image import encode
 from torch_impl.kv_transfer import transfer
@@ -38,12 +41,23 @@ def step(
         fields = encode(context, plan, program)
     elif program.work in TRANSFERS:
         fields = transfer(context, plan, program)
+    elif program.work is StepKind.LOAD_ADAPTER:
+        fields = _load(context, plan, program)
     else:
         fields = WORK[program.work](Step.of(context, plan, program))
     result = _end(context, fields, program)
     if exchange is not None:
         exchange.end()
     return result
+
+
+def _load(context: StepContext, plan: Plan, program: Program) -> Fields:
+    """Writes layers of an adapter."""
+    pool, group = context.capacity.adapters, context.model.group
+    assert pool is not None  # otherwise the program does not exist
+    assert plan.adapters is not None
+    load(context.state.adapters, pool, group, program, plan.adapters, plan.kv[WORDS])
+    return {"counts": torch.zeros_like(plan.save_at)}
 
 
 def _end(context: StepContext, fields: Fields, program: Program) -> Int[Tensor, " out"]:

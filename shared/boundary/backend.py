@@ -19,6 +19,7 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
 - images: an encode step writes one encoder-cache row per image token, from `place` on, whatever
   the other rows of the cache. A prefill reads the rows that its plan names.
 - transfer: an export copies the named pages or snapshot, an import writes them and nothing else.
+- adapters: a load step writes layers of one adapter slot, which later steps read.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
 
@@ -38,6 +39,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.adapter_pool import AdapterPoolSpec, CopyWork
 from shared.boundary.draft_sources import DraftSources
 from shared.boundary.grammar_bitmask import GrammarBitmask
 from shared.boundary.images import EncodeImage, EncoderCacheSpec, ImageInputs
@@ -52,10 +54,9 @@ from shared.boundary.program import (
 )
 from shared.boundary.snapshots import Snapshots
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
-from shared.boundary.transfer_spec import ExportKV, ImportKV, TransferSpec, TransferWords
+from shared.boundary.transfer_spec import TransferSpec, TransferWords
 from shared.boundary.window_pools import WindowPool, check_ascending
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.adapter_pool import AdapterPool
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat
@@ -90,7 +91,7 @@ class BackendLimits:
       window_pools: Page pools of sliding-window layers, by ascending window. All other layers, and
         those of drafters, use the `num_pages` pages.
       transfer: Entries of KV transfer; None if no program exports or imports them.
-      num_adapters: Adapter slots besides slot 0, which means none.
+      adapters: Slots of LoRA adapters; None if no program takes adapters.
 
     Raises:
       ValueError: The accept rule requires chains and a program verifies trees; or it is combined
@@ -115,7 +116,7 @@ class BackendLimits:
     texts: NgramTableSpec | None = None
     window_pools: tuple[WindowPool, ...] = ()
     transfer: TransferSpec | None = None
-    num_adapters: int = 0
+    adapters: AdapterPoolSpec | None = None
 
     def __post_init__(self) -> None:
         check_ascending(self.window_pools)
@@ -212,7 +213,6 @@ class BackendSpec:
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
       formats: Formats of the parameters that stay quantised, by name.
       ranks: The tensor-parallel group, and the rank of this backend in it.
-      adapters: LoRA adapters of the target; None without.
     """
 
     config: ModelConfig
@@ -223,7 +223,6 @@ class BackendSpec:
     captured: tuple[StepKind, ...] = CAPTURED
     formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
     ranks: TPGroup = SINGLE_RANK
-    adapters: AdapterPool | None = None
 
     @property
     def share(self) -> BackendSpec:
@@ -324,6 +323,10 @@ class CountPromptTokens:
     first_positions: Int32[np.ndarray, " B"]
 
 
+StepWork = Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage | CopyWork
+"""Inputs of a step by its kind."""
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step. Every array is a view into `buffer`.
@@ -344,12 +347,12 @@ class StepPlan:
       snapshots: Recurrent state to restore and to save.
       mask: Grammar bitmasks; None if the program takes none.
       texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
-      adapters: Adapter slot of each row, 0 for none; None if the program takes none.
+      adapters: Adapter slot of each row (0: none), or that a load step writes; None without.
     """
 
     program: Program
     buffer: Int32[np.ndarray, " words"]
-    work: Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage | ExportKV | ImportKV
+    work: StepWork
     slots: Int32[np.ndarray, " B"]
     page_table: Int32[np.ndarray, "B P"]
     starts: Int32[np.ndarray, " B"]

@@ -13,6 +13,7 @@ from typing import TypeVar, get_type_hints
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.adapter_pool import WORDS, LoadAdapter
 from shared.boundary.backend import (
     BackendLimits,
     CountPromptTokens,
@@ -22,6 +23,7 @@ from shared.boundary.backend import (
     Prefill,
     StepPlan,
     StepResult,
+    StepWork,
 )
 from shared.boundary.draft_sources import DraftSources
 from shared.boundary.grammar_bitmask import GrammarBitmask
@@ -134,7 +136,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
 
     Field names are those of the dataclasses. Prefixes: `draft_tree_` for `HostDraft`, `mask_` for
     `GrammarBitmask`, `image_` for `ImageInputs` and `Pixels`, `copies_` for `NgramTrees`, `text_`
-    for `NgramScopes`, `kv_` for `TransferWords`.
+    for `NgramScopes`, `kv_` for `TransferWords`, `adapter_` for `LoadAdapter`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -152,6 +154,7 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
         StepKind.ENCODE: [("place", (1,))],
         StepKind.EXPORT_KV: [],
         StepKind.IMPORT_KV: _transfer_fields(program, capacity),
+        StepKind.LOAD_ADAPTER: _adapter_fields(program, capacity),
     }[program.work]
     if program.has(ProgramFeature.HOST_DRAFT):
         work = [
@@ -161,7 +164,8 @@ def plan_layout(program: Program, capacity: BackendLimits) -> Layout:
             ("draft_tree_forced", (B,)),
         ]
     rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
-    rows += [("adapters", (B,))] * program.has(ProgramFeature.LORA)
+    is_load = program.work is StepKind.LOAD_ADAPTER
+    rows += [("adapters", (B,))] * (is_load or program.has(ProgramFeature.LORA))
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     if capacity.texts is not None:
         rows += [("text_scopes", (B, 2))]
@@ -191,6 +195,13 @@ def _transfer_fields(
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Returns the fields of `TransferWords`; empty without KV transfer."""
     return [] if capacity.transfer is None else capacity.transfer.fields(program)
+
+
+def _adapter_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the field of `LoadAdapter`; empty without an adapter pool."""
+    if program.work is not StepKind.LOAD_ADAPTER or capacity.adapters is None:
+        return []
+    return [(WORDS, (capacity.adapters.num_words(program),))]
 
 
 def _image_fields(program: Program, capacity: BackendLimits) -> list[tuple[str, tuple[int, ...]]]:
@@ -324,9 +335,7 @@ def plan_in(
     )
 
 
-def _work(
-    program: Program, at: dict[str, np.ndarray]
-) -> Prefill | Decode | DraftOnly | CountPromptTokens | EncodeImage | ExportKV | ImportKV:
+def _work(program: Program, at: dict[str, np.ndarray]) -> StepWork:
     match program.work:
         case StepKind.PREFILL:
             sees = "image_sources" in at
@@ -344,6 +353,8 @@ def _work(
             return ExportKV()
         case StepKind.IMPORT_KV:
             return ImportKV(TransferWords.of(at))
+        case StepKind.LOAD_ADAPTER:
+            return LoadAdapter(at[WORDS])
     if program.has(ProgramFeature.NGRAM_DRAFTS):
         copies = NgramTrees(**{f.name: at[f"copies_{f.name}"] for f in fields(NgramTrees)})
         return Decode(program.shape, None, copies)

@@ -39,8 +39,11 @@ def check_capacity(
             "n-gram drafting on the device requires an n-gram table, and a table requires "
             "n-gram drafting"
         )
-    if any(x.has(ProgramFeature.LORA) for x in capacity.programs) != bool(capacity.num_adapters):
-        raise ValueError("adapter slots require programs with adapters, and these require slots")
+    has_lora = any(x.has(ProgramFeature.LORA) for x in capacity.programs)
+    if has_lora != (capacity.adapters is not None):
+        raise ValueError(
+            "an adapter pool requires programs with adapters, and these require a pool"
+        )
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores, capacity.transfer)
         if program.work is StepKind.ENCODE:

@@ -28,13 +28,14 @@ class StepKind(Enum):
     ENCODE = "encode"
     EXPORT_KV = "export_kv"
     IMPORT_KV = "import_kv"
+    LOAD_ADAPTER = "load_adapter"
 
 
 CAPTURED = (StepKind.DECODE, StepKind.DRAFT, StepKind.PREFILL, StepKind.ENCODE)
 """Kinds of steps that backends capture as graphs.
 
-Export and import steps are not among them: they are a few large copies, so launches take little of
-their time, and each graph would keep a plan with the data of a step on the device."""
+Export, import and load steps are not among them: they are a few large copies, so launches take
+little of their time, and each graph would keep a plan with the data of a step on the device."""
 
 
 class ProgramFeature(Flag):
@@ -83,8 +84,9 @@ class Program:
       shape: Draft tree of a decode or a draft; else the one-node tree.
       extras: Optional inputs and outputs.
       blocks: Vision-encoder blocks of an encode step, where a range that starts after block 0
-        continues the image of the previous encode step; or layers of the snapshot of an export or
-        an import (`shared.boundary.transfer_spec`); else empty.
+        continues the image of the previous encode step; layers of the snapshot of an export or an
+        import (`shared.boundary.transfer_spec`), or of an adapter
+        (`shared.boundary.adapter_pool`); else empty.
     """
 
     work: StepKind

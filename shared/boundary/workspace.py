@@ -81,6 +81,8 @@ def step_bytes(program: Program, blueprint: BackendSpec, costs: WorkspaceCosts) 
         return _tower_bytes(program, blueprint)
     if program.work in TRANSFERS:
         return _transfer_bytes(program, blueprint)
+    if program.work is StepKind.LOAD_ADAPTER:
+        return _load_bytes(program, blueprint)
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
@@ -100,6 +102,13 @@ def _transfer_bytes(program: Program, blueprint: BackendSpec) -> int:
     spec = blueprint.capacity.transfer
     assert spec is not None  # otherwise the program does not exist
     return 4 * 4 * sum(rows * words for _, (rows, words) in spec.fields(program))
+
+
+def _load_bytes(program: Program, blueprint: BackendSpec) -> int:
+    """Returns the bytes of a load step: its words in the plan, and those of the rank's outputs."""
+    pool = blueprint.capacity.adapters
+    assert pool is not None  # otherwise the program does not exist
+    return 2 * 4 * pool.num_words(program)
 
 
 def _tower_bytes(program: Program, blueprint: BackendSpec) -> int:

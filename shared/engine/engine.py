@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan, StepResult
 from shared.boundary.transfer_spec import TRANSFERS
+from shared.engine.adapter_slots import AdapterSlots, HostAdapter
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
@@ -24,19 +24,11 @@ from shared.engine.kv_transfer import KVTransfer
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
-from shared.engine.request import (
-    AdapterSlot,
-    Event,
-    FinishReason,
-    InvalidRequestError,
-    Request,
-)
+from shared.engine.request import Event, FinishReason, InvalidRequestError, Request
 from shared.engine.rows import ScheduledRows
 from shared.engine.scheduler import Scheduler
 from shared.engine.step_trace import trace_of
 from shared.spec.logprobs import PromptLogprobs
-
-NO_ADAPTERS: Mapping[str, AdapterSlot] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,15 +50,15 @@ class InFlightStep:
 
 @dataclass(frozen=True)
 class InFlightTransfer:
-    """A step of an export or import in flight.
+    """A step of an export, an import or the load of an adapter in flight.
 
     Attributes:
       future: Result of the step.
-      end: Function to call with the result.
+      end: Function to call with the result; None for a load.
     """
 
     future: StepFuture
-    end: Callable[[StepResult], None]
+    end: Callable[[StepResult], None] | None
 
 
 class Engine:
@@ -79,7 +71,7 @@ class Engine:
       chunked_prefill_size: Maximum prompt tokens of a step.
       cache: Settings of the prefix cache.
       transfer_fingerprint: See `KVTransfer`; required if the backend has its programs.
-      adapters: LoRA adapters of the backend, by name.
+      adapters: LoRA adapters at the start.
 
     Attributes:
       transfer: Exports and imports of cached prefixes; None if the backend has no programs for it.
@@ -98,13 +90,13 @@ class Engine:
         chunked_prefill_size: int,
         cache: CachePolicy,
         transfer_fingerprint: str = "",
-        adapters: Mapping[str, AdapterSlot] = NO_ADAPTERS,
+        adapters: Iterable[HostAdapter] = (),
     ) -> None:
         capacity = backend.capacity
         if not 0 <= overlap <= capacity.overlap:
             raise ValueError(f"overlap must be in 0..{capacity.overlap}, got {overlap}")
         self.backend, self.controller, self._overlap = backend, controller, overlap
-        self._adapters = adapters
+        self.adapters = AdapterSlots(capacity, adapters)
         self._request_limits = RequestLimits.of(capacity, capacity.context_length)
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
@@ -118,6 +110,7 @@ class Engine:
             self.cache,
             controller,
             self.images,
+            self.adapters,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
         )
@@ -164,14 +157,13 @@ class Engine:
             raise InvalidRequestError("request_id", f"request_id {request.request_id} is taken")
         limits = self._request_limits
         check(request.prompt, request.sampling, limits, images=request.images)
-        if name := request.sampling.lora:
-            if name not in self._adapters:
-                raise InvalidRequestError("model", f"adapter {name!r:.200} is not loaded")
-            request.adapter = self._adapters[name]
+        if request.sampling.lora:
+            request.adapter = self.adapters.find(request.sampling.lora)
         if request.images:
             assert limits.image_token is not None  # checked above
             request.mrope = MropePositions.of(request.prompt, limits.image_token, request.images)
         self.scheduler.add(request)
+        self.adapters.join(request)
         self._requests[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
@@ -218,7 +210,7 @@ class Engine:
     def _submit_next(self) -> bool:
         """Submits the next step; returns False if there is none.
 
-        Steps of a transfer and other steps take turns.
+        Steps of a transfer or load and other steps take turns.
         """
         for request in self.scheduler.admit():
             self.cache.transfers.leave(request.request_id)
@@ -235,11 +227,15 @@ class Engine:
         return is_idle and self._submit_transfer()
 
     def _submit_transfer(self) -> bool:
-        """Submits the next step of an export or import; returns False if there is none."""
-        step = None if self.transfer is None else self.transfer.next_step()
-        if step is None:
+        """Submits the next load step, or the next step of an export or import; returns False if
+        there is none.
+        """
+        if (load := self.adapters.next_step()) is not None:
+            self.flights.append(InFlightTransfer(self._launch(load), None))
+        elif self.transfer is not None and (step := self.transfer.next_step()) is not None:
+            self.flights.append(InFlightTransfer(self._launch(step.plan), step.end))
+        else:
             return False
-        self.flights.append(InFlightTransfer(self._launch(step.plan), step.end))
         self._transferred_last = True
         return True
 
@@ -262,7 +258,8 @@ class Engine:
     def _retire(self, flight: InFlightStep | InFlightTransfer) -> list[Event]:
         result = flight.future.result()
         if isinstance(flight, InFlightTransfer):
-            flight.end(result)
+            if flight.end is not None:
+                flight.end(result)
             return []
         rows, events = flight.rows, []
         self.controller.on_result(rows, result)
@@ -356,6 +353,7 @@ class Engine:
         del self._requests[request.request_id]
         self.controller.on_finish(request)
         self.scheduler.release(request)
+        self.adapters.leave(request)
         self.cache.transfers.leave(request.request_id)
         self.metrics.count_end(reason)
 

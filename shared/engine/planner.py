@@ -66,7 +66,7 @@ class Planner:
         at, slot, sampling = self._sampling, request.slot, request.sampling
         self._binding += 1
         self._reports[slot] = sampling.logprobs is not None
-        self._adapters[slot] = 0 if request.adapter is None else request.adapter.slot
+        self._adapters[slot] = request.adapter_slot
         if self._capacity.texts is not None:
             self._scopes[slot] = scope_of(request, self._capacity.texts)
         at.temperature[slot] = sampling.temperature
@@ -196,8 +196,8 @@ def _brought(rows: ScheduledRows) -> ProgramFeature:
         ProgramFeature.MASK: rows.masks,
     }
     if rows.work in ADAPTED:
-        adapters = (request.adapter for request in rows.requests)
-        brought[ProgramFeature.LORA] = next(filter(None, adapters), None)
+        slots = (request.adapter_slot for request in rows.requests)
+        brought[ProgramFeature.LORA] = next(filter(None, slots), None)
     return reduce(
         operator.or_, (e for e, of in brought.items() if of is not None), ProgramFeature.NONE
     )

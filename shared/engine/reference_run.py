@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shared.boundary.backend import Backend, BackendLimits, StepResult
 from shared.boundary.program import ProgramFeature, StepKind
+from shared.engine.adapter_slots import AdapterSlots
 from shared.engine.allocator import Allocator
 from shared.engine.encoder_cache import EncoderCache
 from shared.engine.planner import Planner
@@ -59,6 +60,7 @@ class ReferenceRunner:
       planner, allocator, cache: Those of the engine. A run neither reads nor fills the prefix
         cache, but may evict from it.
       images: Encoder cache of the engine, for a vision-language model.
+      adapters: Adapter slots of the engine.
 
     Raises:
       ValueError: The backend has no programs for plain steps with logprobs, or acceptance is
@@ -72,9 +74,11 @@ class ReferenceRunner:
         allocator: Allocator,
         cache: PrefixCache,
         images: EncoderCache | None,
+        adapters: AdapterSlots,
     ) -> None:
         self._backend, self._planner = backend, planner
         self._allocator, self._cache, self._images = allocator, cache, images
+        self._adapters = adapters
         self._max_tokens = _check_programs(backend.capacity)
         self._request: Request | None = None
 
@@ -82,6 +86,10 @@ class ReferenceRunner:
     def ended(self) -> bool:
         """True if the run has ended; False before the first `start`."""
         return self._request is not None and self._request.finish_reason is not None
+
+    def can_start(self, request: Request) -> bool:
+        """Returns False if the adapter of a request is not loaded any more."""
+        return request.adapter is None or self._adapters.is_loaded(request.adapter)
 
     def start(self, request: Request, max_tokens: int) -> None:
         """Starts a run of a request with an output of at most `max_tokens` tokens."""
@@ -103,6 +111,8 @@ class ReferenceRunner:
             mrope=request.mrope,
             adapter=request.adapter,
         )
+        self._adapters.join(replay)
+        self._adapters.acquire(replay)
         replay.assign_slot(self._allocator.take_slot())
         self._planner.write_request_row(replay)
         self._request = replay
@@ -111,12 +121,17 @@ class ReferenceRunner:
         """Releases slot and pages."""
         assert self._request is not None
         self._allocator.free(self._request.slot)
+        self._adapters.release(self._request)
+        self._adapters.leave(self._request)
         self._request = None
 
     def step(self, served: Sequence[int]) -> Divergence | None:
         """Runs one step; returns the first difference from the served output, if it has one."""
         request = self._request
         assert request is not None
+        if (load := self._adapters.next_step()) is not None:
+            self._backend.submit(load).result()
+            return None
         position, result = len(request.output), self._result(self._next_rows(request))
         if result.failed[0]:
             return _divergence(request, position, served, None, None)

@@ -86,18 +86,11 @@ class CacheNamespace(NamedTuple):
     version: str = ""
 
 
-class AdapterSlot(NamedTuple):
-    """A LoRA adapter in device memory.
-
-    Attributes:
-      name: Its name.
-      version: Digest of its files.
-      slot: Its adapter slot, at least 1.
-    """
+class AdapterVersion(NamedTuple):
+    """A LoRA adapter: its name, and the digest of its files."""
 
     name: str
     version: str
-    slot: int
 
 
 class StepTrace(NamedTuple):
@@ -182,6 +175,8 @@ class Request:
       images: Images of the prompt, in order; each has an image token per row of its embeddings.
       mrope: M-RoPE positions of its prompt; None without images.
       adapter: LoRA adapter; None for the base model.
+      adapter_slot: Adapter slot that it holds; 0 for none.
+      num_overtaken: Requests that overtook it while it waits for an adapter slot.
       arrival: Number in the order of arrival.
       began: Time of creation, by the monotonic clock.
       output: Tokens committed so far.
@@ -209,7 +204,9 @@ class Request:
     constraint: GrammarState | None = None
     images: tuple[PromptImage, ...] = ()
     mrope: MropePositions | None = None
-    adapter: AdapterSlot | None = None
+    adapter: AdapterVersion | None = None
+    adapter_slot: int = 0
+    num_overtaken: int = 0
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from shared.boundary.backend import BackendLimits
 from shared.boundary.program import StepKind
 from shared.boundary.window_pools import max_slot_pages
+from shared.engine.adapter_slots import AdapterSlots
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.encoder_cache import EncoderCache
@@ -32,6 +33,7 @@ class Scheduler:
         of decode steps.
       cache: Prefix cache.
       images: Encoder cache; None for a text-only model.
+      adapters: Adapter slots.
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Maximum prompt tokens of a step.
 
@@ -47,12 +49,13 @@ class Scheduler:
         cache: PrefixCache,
         controller: Controller,
         images: EncoderCache | None,
+        adapters: AdapterSlots,
         *,
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
         self._capacity, self.allocator, self._controller = capacity, allocator, controller
-        self._cache, self._images = cache, images
+        self._cache, self._images, self._adapters = cache, images, adapters
         counts = (p.tokens for p in capacity.programs if p.work is StepKind.COUNT)
         self._max_counted = max(counts, default=0)
         self._num_arrived = 0
@@ -86,7 +89,10 @@ class Scheduler:
     def admit(self) -> list[Request]:
         """Assigns slots to waiting requests while there is room, and returns these requests."""
         admitted = []
-        while self._may_admit() and (request := self.waiting.head()) is not None:
+        while self._may_admit():
+            request, overtaken = self._next_waiting()
+            if request is None:
+                break
             prefix = self._cache.find(request)
             if not self._has_room_for(request, prefix):
                 if not self.running and self._release_import(request):
@@ -94,14 +100,28 @@ class Scheduler:
                 break
             if self._cache.will_be_cached_soon(request, prefix):
                 break
-            self.waiting.pop()
+            self.waiting.take(request)
             self._place(request, prefix)
+            if overtaken is not None:
+                self._adapters.overtake(overtaken)
             admitted.append(request)
         return admitted
+
+    def _next_waiting(self) -> tuple[Request | None, Request | None]:
+        """Returns the next request with room for its adapter, and the first one without before
+        it.
+        """
+        overtaken = None
+        for request in self.waiting.in_turn():
+            if self._adapters.has_room_for(request):
+                return request, overtaken
+            overtaken = overtaken or request
+        return None, overtaken
 
     def _place(self, request: Request, prefix: PrefixMatch) -> None:
         slot = self.allocator.take_slot(prefix.pages, prefix.window_pages)
         self._cache.acquire(request, prefix)
+        self._adapters.acquire(request)
         request.assign_slot(slot, prefix.length, prefix.draft_from, prefix.snapshot)
         bisect.insort(self.running, request, key=_turn)
 
@@ -185,6 +205,8 @@ class Scheduler:
         for request in tuple(self.running):
             if not request.slot or request.decodes or request is self._leaving:
                 continue
+            if not self._adapters.is_ready(request):
+                continue
             first, end = request.prefilled, chunk_end(request, budget)
             if first == end or not self._make_room(request, end):
                 continue
@@ -258,6 +280,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
         self._cache.release(request)
+        self._adapters.release(request)
         self.allocator.free(request.slot)
         request.preempt()
         self._leaving = None

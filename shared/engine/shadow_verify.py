@@ -17,6 +17,7 @@ from enum import Enum
 from hashlib import blake2b
 
 from shared.boundary.backend import Backend
+from shared.engine.adapter_slots import AdapterSlots
 from shared.engine.engine import Engine
 from shared.engine.kv_transfer import KVTransfer
 from shared.engine.metrics import Metrics
@@ -84,7 +85,7 @@ class ShadowVerifier:
     ) -> None:
         self._engine, self._rate, self._report = engine, rate, report
         self._runner = ReferenceRunner(
-            backend, engine.planner, engine.allocator, engine.cache, engine.images
+            backend, engine.planner, engine.allocator, engine.cache, engine.images, engine.adapters
         )
         self._may_redraw = backend.capacity.accept_rule != "exact"
         self._open: dict[int, Request] = {}
@@ -116,6 +117,11 @@ class ShadowVerifier:
     def metrics(self) -> Metrics:
         """Metrics of the engine, with those of the checks."""
         return self._engine.metrics
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """LoRA adapters of the engine."""
+        return self._engine.adapters
 
     @property
     def transfer(self) -> KVTransfer | None:
@@ -197,7 +203,11 @@ class ShadowVerifier:
         if self._case is None:
             if not self._waiting:
                 return
-            self._case = self._waiting.popleft()
+            case = self._waiting.popleft()
+            if not self._runner.can_start(case.request):
+                self._counts[DROPPED] += 1
+                return
+            self._case = case
             self._case.num_starts += 1
             self._runner.start(self._case.request, len(self._case.served))
         self._num_steps += 1

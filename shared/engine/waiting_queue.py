@@ -42,33 +42,32 @@ class WaitingQueue:
 
     def head(self) -> Request | None:
         """Returns the next request; None if the queue is empty."""
-        if not self._levels:
-            return None
-        return self._levels[self._next_priority()][0]
+        return next(self.in_turn(), None)
 
-    def pop(self) -> Request:
-        """Removes the head, which receives a slot, and counts it as overtaking lower priorities.
+    def in_turn(self) -> Iterator[Request]:
+        """Yields all requests in the order in which they are next."""
+        due = [x for x in sorted(self._levels) if self._overtaken[x] >= MOST_OVERTAKEN]
+        for priority in (*due, *(x for x in sorted(self._levels) if x not in due)):
+            yield from self._levels[priority]
+
+    def take(self, request: Request) -> None:
+        """Removes a request that receives a slot, and counts it as overtaking lower priorities.
 
         A request that is next because it was overtaken gets the highest priority from then on;
         otherwise it would be the first to be preempted by those that overtook it.
         """
-        priority, best = self._next_priority(), min(self._levels)
+        priority, best = request.priority, min(self._levels)
         for worse in self._levels:
             self._overtaken[worse] += worse > priority
-        self._overtaken[priority] = 0
-        request = self._levels[priority].popleft()
-        self._drop_empty(priority)
+        if request is self._levels[priority][0]:
+            self._overtaken[priority] = 0
+        self.remove(request)
         request.priority = best
-        return request
 
     def remove(self, request: Request) -> None:
         """Removes a request that will not receive a slot."""
         self._levels[request.priority].remove(request)
         self._drop_empty(request.priority)
-
-    def _next_priority(self) -> int:
-        due = [level for level in self._levels if self._overtaken[level] >= MOST_OVERTAKEN]
-        return min(due or self._levels)
 
     def _level(self, request: Request) -> deque[Request]:
         self._overtaken.setdefault(request.priority, 0)

@@ -277,7 +277,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
         for note in (*ranked.notes, *start_notes(start)):
             console.print(note)
         backend = serving.ready(start, ranked, console)
-        engine = engines.make_engine(backend, start.memory)
+        engine = engines.make_engine(backend, start.memory, adapters=start.read_adapters())
         served = engines.with_shadow_verify(engine, backend, options.engine.shadow_verify_rate)
     facts = serving.server_info(start, Listeners([], []))
     files = start.opened.target.tokenizer

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.checks import ADAPTED
 from shared.boundary.images import EncoderCacheSpec
@@ -60,6 +61,7 @@ def capacity_for(
     device: Device,
     costs: ProgramCosts,
     images: EncoderCacheSpec | None = None,
+    adapters: AdapterPoolSpec | None = None,
 ) -> BackendLimits:
     """Returns the limits of a backend: a number of pages, other pools, and one program per bucket.
 
@@ -94,10 +96,10 @@ def capacity_for(
         programs += encode_programs(images, settled.reduced_buckets)
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
-    num_adapters = len(settled.options.lora.folders)
-    if num_adapters:
+    if adapters is not None:
         adapted = [program for program in programs if program.work in ADAPTED]
         programs += [program.with_features({ProgramFeature.LORA: True}) for program in adapted]
+        programs += adapters.programs
     return BackendLimits(
         page_size=settled.page_size,
         num_pages=1 + pages,
@@ -115,7 +117,7 @@ def capacity_for(
         accept_rates=settled.draft.accept_rates,
         images=images,
         texts=ngram_table(settled, device),
-        num_adapters=num_adapters,
+        adapters=adapters,
     )
 
 

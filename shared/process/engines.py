@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shared.boundary.backend import Backend, BackendLimits, BackendSpec
 from shared.drafts.checkpoint import draft_parameters
+from shared.engine.adapter_slots import HostAdapter
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.tiers import Shapes
@@ -20,9 +21,7 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.engine.ngram_controllers.controller import NgramController
 from shared.engine.ngram_controllers.merged_drafts import MergedDraftController
-from shared.engine.request import AdapterSlot
 from shared.engine.shadow_verify import ShadowVerifier
-from shared.models.adapter_pool import AdapterPool
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.options.flags import ConfigError
@@ -49,13 +48,18 @@ NGRAM_DISABLED = (
 )
 
 
-def make_engine(backend: Backend, memory: MemoryPlan, transfer_fingerprint: str = "") -> Engine:
+def make_engine(
+    backend: Backend,
+    memory: MemoryPlan,
+    transfer_fingerprint: str = "",
+    adapters: Iterable[HostAdapter] = (),
+) -> Engine:
     """Returns the engine of a backend that was built from a memory plan.
 
     Args:
       backend: The backend.
       memory: Its memory plan.
-      transfer_fingerprint: See `shared.engine.engine.Engine`.
+      transfer_fingerprint, adapters: See `shared.engine.engine.Engine`.
     """
     settled = memory.settled
     return Engine(
@@ -71,17 +75,8 @@ def make_engine(backend: Backend, memory: MemoryPlan, transfer_fingerprint: str 
         chunked_prefill_size=settled.prefill_chunk_size,
         cache=cache_policy(memory),
         transfer_fingerprint=transfer_fingerprint,
-        adapters=adapter_slots(memory.blueprint.adapters),
+        adapters=adapters,
     )
-
-
-def adapter_slots(pool: AdapterPool | None) -> dict[str, AdapterSlot]:
-    """Returns the adapters of a pool by name."""
-    adapters = {} if pool is None else pool.adapters
-    return {
-        name: AdapterSlot(name, adapter.version, slot)
-        for slot, (name, adapter) in enumerate(adapters.items(), start=1)
-    }
 
 
 def with_shadow_verify(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowVerifier:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.images import EncoderCacheSpec, max_begun
@@ -20,7 +21,6 @@ from shared.boundary.tp_group import TPGroup
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.adapter_pool import AdapterPool
 from shared.models.cache_spec import ITEM_BYTES, CacheUnit
 from shared.models.config import ModelConfig
 from shared.models.formats.plain import Plain
@@ -100,7 +100,7 @@ class MemoryPlan:
 CPU_TOTAL_TOKENS = 32768
 
 PROMPTS, DECODING = (
-    (StepKind.PREFILL, StepKind.COUNT, StepKind.ENCODE, *TRANSFERS),
+    (StepKind.PREFILL, StepKind.COUNT, StepKind.ENCODE, *TRANSFERS, StepKind.LOAD_ADAPTER),
     (StepKind.DECODE, StepKind.DRAFT),
 )
 
@@ -113,7 +113,7 @@ def plan(
     costs: ProgramCosts,
     formats: Callable[[str], Mapping[str, QuantizedFormat]] = lambda dtype: {},
     vision: VisionEncoder | None = None,
-    adapters: AdapterPool | None = None,
+    adapters: Callable[[str], AdapterPoolSpec] | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -126,7 +126,7 @@ def plan(
       formats: Returns the formats of the parameters that stay quantised, by name, for the dtype of
         the model.
       vision: Vision encoder; None for text-only serving.
-      adapters: LoRA adapters; None without.
+      adapters: Returns the adapter pool for the dtype of the model; None without LoRA.
 
     Raises:
       ConfigError: The limits contradict each other, or exceed the memory.
@@ -134,7 +134,8 @@ def plan(
     settled = resolve(options, model, drafts, device, costs.are_compiled)
     found = formats(settled.dtype)
     images = None if vision is None else image_pool(vision, settled)
-    sizing = PageCountSearch(settled, model, drafts, device, costs, found, images, adapters)
+    pool = adapters and adapters(settled.dtype)
+    sizing = PageCountSearch(settled, model, drafts, device, costs, found, images, pool)
     return sizing.checked(sizing.with_pages(sizing.max_pages()))
 
 
@@ -145,7 +146,7 @@ class PageCountSearch:
     Attributes:
       formats: Formats of the parameters that stay quantised, by name.
       images: Encoder cache of a vision-language model.
-      adapters: LoRA adapters; None without.
+      adapters: Adapter pool; None without LoRA.
     """
 
     settled: ResolvedConfig
@@ -155,7 +156,7 @@ class PageCountSearch:
     costs: ProgramCosts
     formats: Mapping[str, QuantizedFormat]
     images: EncoderCacheSpec | None
-    adapters: AdapterPool | None
+    adapters: AdapterPoolSpec | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """Returns the whole plan with a number of pages."""
@@ -173,7 +174,9 @@ class PageCountSearch:
     def _blueprint(self, pages: int) -> BackendSpec:
         settled = self.settled
         has_cache = not settled.options.engine.disable_radix_cache
-        capacity = capacity_for(settled, pages, self.model, self.device, self.costs, self.images)
+        capacity = capacity_for(
+            settled, pages, self.model, self.device, self.costs, self.images, self.adapters
+        )
         capacity = replace(
             capacity,
             num_snapshots=1 + self._num_snapshots(),
@@ -188,7 +191,6 @@ class PageCountSearch:
             captured=captured_step_kinds(settled.options),
             formats=self.formats,
             ranks=TPGroup(0, settled.options.ranks.tp_size, None),
-            adapters=self.adapters,
         )
 
     def _num_snapshots(self) -> int:
@@ -285,6 +287,8 @@ def _lines(
         yield _table_line(table, blueprint.capacity.num_slots)
     elif options.speculative.copies_text and not blueprint.on_gpu:
         yield from _text_lines(options)
+    if (pool := blueprint.capacity.adapters) is not None and not blueprint.on_gpu:
+        yield _host_adapter_line(pool, len(options.lora.folders))
     yield from _workspace_lines(blueprint, costs)
 
 
@@ -303,14 +307,13 @@ def _weight_lines(blueprint: BackendSpec) -> Iterator[MemoryPlanEntry]:
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_map_entries)
     if blueprint.capacity.images is not None:
         yield _vision_line(blueprint, blueprint.capacity.images)
-    if blueprint.adapters is not None:
-        yield _adapter_line(blueprint, blueprint.adapters)
+    if (pool := blueprint.capacity.adapters) is not None:
+        yield _adapter_line(pool, blueprint.ranks.count)
 
 
-def _adapter_line(blueprint: BackendSpec, adapters: AdapterPool) -> MemoryPlanEntry:
-    target = _of_rank(parameters(blueprint.config, False), blueprint)
-    detail = f"{adapters.num_slots} x rank {adapters.rank}"
-    return MemoryPlanEntry("adapters", detail, adapters.num_bytes(target, blueprint.item_bytes))
+def _adapter_line(pool: AdapterPoolSpec, count: int) -> MemoryPlanEntry:
+    rank = max((shapes.rank for shapes in pool.shapes), default=0)
+    return MemoryPlanEntry("adapters", f"{pool.num_slots} x rank {rank}", pool.num_bytes(count))
 
 
 def _vision_line(blueprint: BackendSpec, images: EncoderCacheSpec) -> MemoryPlanEntry:
@@ -412,6 +415,11 @@ def _text_lines(options: Options) -> Iterator[MemoryPlanEntry]:
     if ngram.sam_budget:
         tokens = ngram.speculative_ngram_external_corpus_max_tokens
         yield MemoryPlanEntry("corpora", f"at most {tokens:,} tokens", tokens * CORPUS_BYTES)
+
+
+def _host_adapter_line(pool: AdapterPoolSpec, count: int) -> MemoryPlanEntry:
+    """Returns the line of the host copies of the named adapters, in main memory."""
+    return MemoryPlanEntry("host adapters", f"{count} named", count * pool.adapter_bytes)
 
 
 def _workspace_lines(blueprint: BackendSpec, costs: ProgramCosts) -> Iterator[MemoryPlanEntry]:

@@ -15,13 +15,10 @@ from shared.drafts.drafter_spec import DrafterSpec
 from shared.drafts.infer_from_tensors import infer_from_tensors
 from shared.drafts.token_map import read_token_map
 from shared.drafts.tokenizer import check_same_tokenizer
-from shared.models.adapter_pool import AdapterPool
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.formats.fp8_w8a8 import w8a8_fault
-from shared.models.lora import Adapter
-from shared.models.lora_shapes import padded_rank
 from shared.models.parameter import Parameter, of_rank
 from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
@@ -34,6 +31,7 @@ from shared.options.options import PARTS, Options
 from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
 from shared.options.speculative import SpeculativeConfig
+from shared.process.adapters import AdapterFiles
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import GrammarQueue
@@ -71,7 +69,7 @@ class CheckedModel:
     whole: list[Parameter]
     draft_files: DraftFiles
     tower: VisionEncoder | None
-    adapters: AdapterPool | None
+    adapters: AdapterFiles | None
     defaults: SamplingDefaults
     grammars: GrammarQueue | None
 
@@ -180,10 +178,10 @@ def _checked_tower(options: Options, opened: OpenedModels) -> VisionEncoder | No
     return tower
 
 
-def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterPool | None:
+def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterFiles | None:
     """Opens the LoRA adapters and checks that they fit the target."""
-    folders, model = options.lora.folders, opened.model
-    if not folders:
+    model = opened.model
+    if not options.lora.is_enabled:
         return None
     if not isinstance(opened.checkpoint, Checkpoint):
         raise ConfigError(
@@ -192,12 +190,9 @@ def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterPool | N
     if options.model.fp8_activations:
         raise ConfigError("--lora-paths is not supported with --fp8-activations; remove one")
     served = options.server.served_model_name or Path(options.model.model_path).name
-    if taken := {served, DEFAULT_NAME} & folders.keys():
+    if taken := {served, DEFAULT_NAME} & options.lora.folders.keys():
         raise ConfigError(f"--lora-paths names an adapter {min(taken)}, as the model; rename it")
-    adapters = {name: Adapter(Path(folder)) for name, folder in folders.items()}
-    for adapter in adapters.values():
-        adapter.check(parameters(model, False), model.name)
-    return AdapterPool(adapters, padded_rank(max(x.max_rank for x in adapters.values())))
+    return AdapterFiles.of(options.lora, model.name, parameters(model, False))
 
 
 def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> str | None:

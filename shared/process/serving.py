@@ -66,7 +66,9 @@ def start_serving(
             backend = ready(start, ranked, console)
             watchdog.ranks_progress = ranked.progress_report
             named = WatchedBackend(backend, watchdog)
-            engine = make_engine(named, start.memory, transfer_fingerprint(start))
+            engine = make_engine(
+                named, start.memory, transfer_fingerprint(start), start.read_adapters()
+            )
             engine.metrics.show(ranked.gauges)
             if start.memory.blueprint.on_gpu:
                 engine.metrics.show(fallback_gauges(start.fallback_ops))

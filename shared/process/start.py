@@ -13,6 +13,8 @@ from shared.boundary.kernel_coverage import FallbackOp, KernelLimits, fallback_o
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.engine.adapter_slots import HostAdapter
+from shared.models.checkpoint import Checkpoint
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import (
     FormatContext,
@@ -24,6 +26,7 @@ from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.options.flags import ConfigError, raise_fault, spelling
 from shared.options.options import Options
+from shared.process.adapters import AdapterFiles, AdapterReader
 from shared.process.buckets import ProgramCosts
 from shared.process.caching import cache_policy
 from shared.process.device import Device
@@ -72,6 +75,7 @@ class ValidatedStartup:
       fallback_ops: Operations that fall back to the reference implementation on a GPU.
       defaults: Defaults of omitted sampling fields.
       grammars: Grammar compiler; None without structured output.
+      adapter_files: Adapters of the command line; None without LoRA.
     """
 
     opened: OpenedModels
@@ -80,6 +84,21 @@ class ValidatedStartup:
     fallback_ops: tuple[FallbackOp, ...]
     defaults: SamplingDefaults
     grammars: GrammarQueue | None
+    adapter_files: AdapterFiles | None
+
+    @property
+    def adapter_reader(self) -> AdapterReader | None:
+        """Reader of LoRA adapters; None without LoRA."""
+        files, pool = self.adapter_files, self.memory.capacity.adapters
+        if files is None or pool is None:
+            return None
+        assert isinstance(self.opened.checkpoint, Checkpoint)  # the checks require it
+        return AdapterReader(files, pool, self.opened.checkpoint)
+
+    def read_adapters(self) -> list[HostAdapter]:
+        """Reads the adapters of the command line into host memory; see `AdapterReader.read_all`."""
+        reader = self.adapter_reader
+        return [] if reader is None else reader.read_all()
 
     @property
     def num_bytes(self) -> int:
@@ -137,6 +156,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
         fallback_ops=() if kernels is None else fallback_ops(memory.blueprint, kernels),
         defaults=checked.defaults,
         grammars=checked.grammars,
+        adapter_files=checked.adapters,
     )
 
 
@@ -153,7 +173,7 @@ def _memory_plan(
         costs,
         formats,
         vision=checked.tower,
-        adapters=checked.adapters,
+        adapters=checked.adapters and checked.adapters.pool,
     )
 
 

@@ -1,13 +1,14 @@
 """Reference backend: runs step plans in numpy with the specifications, on one worker thread."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from shared.boundary.adapter_pool import LoadAdapter
 from shared.boundary.backend import (
     BackendLimits,
     BackendSpec,
@@ -25,9 +26,9 @@ from shared.boundary.images import EncodeImage
 from shared.boundary.program import LaunchMode, Program, ProgramFeature
 from shared.boundary.transfer_spec import ExportKV, ImportKV
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.models.adapter_pool import AdapterStack
 from shared.models.config import ModelConfig
 from shared.reference import ngram
+from shared.reference.adapters import load_adapter, new_adapters
 from shared.reference.commit import commit
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
@@ -50,7 +51,7 @@ from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, draft_tree, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
-from shared.spec.lora import AdapterWeights, BatchAdapters
+from shared.spec.lora import BatchAdapters
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.model import Weights
 from shared.spec.tree_growth import DraftRequests
@@ -70,7 +71,6 @@ class ReferenceBackend:
         drafts: DrafterSpec,
         draft_weights: Weights | None,
         tower_weights: Weights | None = None,
-        adapters: Mapping[str, AdapterStack] | None = None,
     ) -> None:
         """Allocates the pools of `capacity`.
 
@@ -79,7 +79,6 @@ class ReferenceBackend:
           draft_weights: Weights of a draft head or draft model; else None.
           tower_weights: Weights of the vision encoder, by the names of
             `shared.models.vision_parameters`.
-          adapters: Adapters by parameter, in the slots of the pool; None without.
 
         Raises:
           ValueError: See `shared.boundary.checks.check_capacity`.
@@ -91,10 +90,7 @@ class ReferenceBackend:
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._tower = tower_weights
-        self._adapters = {
-            name: AdapterWeights(x.a, x.b, x.scales, x.factors, x.parts)
-            for name, x in (adapters or {}).items()
-        }
+        self._adapters = new_adapters(capacity.adapters)
         self._drafter = drafter_of(self._blueprint, weights, draft_weights, lambda: self.state.kv)
         self._columns = (draft_weights or {}).get("draft_ids")
         if drafts.token_map is not None:
@@ -145,6 +141,9 @@ class ReferenceBackend:
             step = ReferenceTransfer.of(plan, self.capacity, self.state, self._drafter)
             for name, values in step.run().items():
                 result_layout(plan.program, self.capacity).fields[name].view(words)[...] = values
+        elif isinstance(plan.work, LoadAdapter):
+            assert self.capacity.adapters is not None  # otherwise the program does not exist
+            load_adapter(self._adapters, self.capacity.adapters, plan)
         elif len(batch.index):
             if isinstance(plan.work, Prefill | CountPromptTokens):
                 self._start(batch)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.shm_allgather import ShmAllGather
@@ -16,14 +17,14 @@ from shared.boundary.tp_group import TPGroup
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
-from shared.engine.request import AdapterSlot, Request, SamplingParams
+from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS
-from tests.support.lora_files import adapter_stacks
+from tests.support.lora_files import adapter_pool, host_adapters, load_plans
 from tests.support.ranks import WAIT_S, SideBySide
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,7 +37,7 @@ SLOTS = (1, 0, 2, 1)
 """Adapter slot of each row."""
 
 
-def limits(vocab: int, num_adapters: int) -> BackendLimits:
+def limits(vocab: int, pool: AdapterPoolSpec) -> BackendLimits:
     shape = TreeShape.plain(BATCH)
     sizes = {"batch": BATCH, "pages": 4, "shape": shape, "extras": ProgramFeature.LOGPROBS}
     plain = (
@@ -49,7 +50,7 @@ def limits(vocab: int, num_adapters: int) -> BackendLimits:
         num_pages=17,
         num_slots=BATCH + 1,
         num_snapshots=1,
-        programs=(*plain, *adapted),
+        programs=(*plain, *adapted, *pool.programs),
         overlap=0,
         context_length=48,
         vocab=vocab,
@@ -58,40 +59,50 @@ def limits(vocab: int, num_adapters: int) -> BackendLimits:
         max_logprobs=2,
         max_scores=0,
         accept_rule="exact",
-        num_adapters=num_adapters,
+        adapters=pool,
     )
 
 
 def backend_of(framework: str, base: str) -> Backend:
     folder, adapters = GOLDEN / base, FOLDERS[base]
     config = config_from_folder(folder)
-    weights, capacity = load_all(folder, config, False), limits(config.vocab, len(adapters))
+    # Two layers fit into a load step, so that an adapter has several.
+    pool = adapter_pool(adapters, folder, step_bytes=1 << 15)
+    weights, capacity = load_all(folder, config, False), limits(config.vocab, pool)
     drafts = DrafterSpec.none()
     if framework == "reference":
-        stacks = adapter_stacks(adapters, folder)
-        return ReferenceBackend(config, weights, capacity, drafts, None, adapters=stacks)
+        return loaded(ReferenceBackend(config, weights, capacity, drafts, None), base)
     how: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
     if framework == "jax":
         from jax_impl.backend import JaxBackend
 
-        stacks = [adapter_stacks(adapters, folder)]
-        how |= {"quick_compile": True, "adapters": stacks}
-        backend = JaxBackend(config, weights, capacity, drafts, None, **how)
+        backend = JaxBackend(config, weights, capacity, drafts, None, quick_compile=True, **how)
         JAX_BACKENDS.append(backend)
-        return backend
+        return loaded(backend, base)
     from torch_impl.backend import TorchBackend
 
     def of_rank(rank: int, count: int, group: TPGroup) -> Backend:
-        stacks = adapter_stacks(adapters, folder, rank, count)
-        more = {**how, "group": group, "adapters": stacks}
-        return TorchBackend(config, weights, capacity, drafts, None, **more)
+        return TorchBackend(config, weights, capacity, drafts, None, **how, group=group)
 
     alone = of_rank(0, 1, TPGroup(0, 1, None))
     if framework == "torch":
-        return alone
+        return loaded(alone, base)
     gather = ShmAllGather.create(2, wait_s=WAIT_S)
     ranks = [of_rank(rank, 2, TPGroup(rank, 2, gather)) for rank in range(2)]
-    return SideBySide(alone, ranks, gather.remove)
+    return loaded(SideBySide(alone, ranks, gather.remove), base)
+
+
+def loaded(backend: Backend, base: str) -> Backend:
+    """Loads the adapters of a base model into the slots 1, 2, ..., other values first."""
+    capacity, folders = backend.capacity, {str(x): x for x in FOLDERS[base]}
+    adapters = host_adapters(capacity.adapters, folders, GOLDEN / base)
+    assert len(capacity.adapters.programs) > 1
+    backend.prepare(capacity.adapters.programs, lambda program: None)
+    for given in (adapters[::-1], adapters):
+        for slot, adapter in enumerate(given, start=1):
+            for plan in load_plans(capacity, adapter, slot):
+                backend.submit(plan).result()
+    return backend
 
 
 def logprobs(backend: Backend, slots: Sequence[int]) -> np.ndarray:
@@ -101,10 +112,8 @@ def logprobs(backend: Backend, slots: Sequence[int]) -> np.ndarray:
     planner, requests = Planner(capacity, allocator), []
     for number, slot in enumerate(slots):
         sampling = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-        adapter = AdapterSlot(str(slot), "", slot) if slot else None
-        request = Request(
-            request_id=number, prompt=tuple(range(5, 17)), sampling=sampling, adapter=adapter
-        )
+        request = Request(request_id=number, prompt=tuple(range(5, 17)), sampling=sampling)
+        request.adapter_slot = slot
         request.assign_slot(allocator.take_slot())
         assert allocator.reserve(request.slot, 40)
         planner.write_request_row(request)

@@ -105,7 +105,7 @@ def tower(kernels: None) -> Iterator[Tower]:
     with memory, torch.inference_mode():
         memory.pool = LOADING
         weights = load_vision_encoder(checkpoint, VISION, "bfloat16", meta, lambda num_bytes: None)
-        state = allocate(config, capacity, None, torch.bfloat16, meta)
+        state = allocate(config, capacity, None, torch.bfloat16, meta, 1)
         memory.free_unused()
         memory.pool = EAGER
         model: Any = SimpleNamespace(group=SINGLE_RANK)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from shared.engine.engine import Engine
-from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.options.command_line import parse
-from shared.process.engines import make_engine
-from shared.process.start import prepare
+from tests.support.lora_engine import GREEDY, SAMPLED, engine_of, request, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import drive
-from tests.support.serve_reference import PLATFORM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PROMPT = tuple(range(5, 75))
-GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8, "seed32": 7}
 NAMES = ("first", "second")
 
 
@@ -35,37 +27,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         adapter = write_adapter(folder / name, base, modules, seed=seed, rank=3 + seed)
         found |= {name: adapter, f"merged {name}": write_merged(folder / f"m{name}", base, adapter)}
     return found
-
-
-def engine_of(folder: Path, words: Sequence[str] = (), *, total: int = 1024) -> Engine:
-    options = parse(
-        [
-            *("--model-path", str(folder), "--context-length", "256", "--page-size", "16"),
-            *(
-                "--max-running-requests",
-                "4",
-                "--max-total-tokens",
-                str(total),
-                "--log-level",
-                "error",
-            ),
-            *("--language-model-only", *words),
-        ]
-    )
-    start = prepare(options, PLATFORM)
-    backend = start.load(PLATFORM, lambda num_bytes: None)
-    backend.prepare(backend.capacity.programs, lambda program: None)
-    return make_engine(backend, start.memory)
-
-
-def request(number: int, name: str = "", prompt: Sequence[int] = PROMPT, **sampling) -> Request:
-    params = {"max_tokens": 16, "lora": name, **GREEDY, **sampling}
-    return Request(request_id=number, prompt=tuple(prompt), sampling=SamplingParams(**params))
-
-
-def texts(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    outcomes = drive(engine, requests)
-    return [outcomes[each.request_id].tokens for each in requests]
 
 
 @cache

@@ -3,6 +3,7 @@
 import pytest
 
 from shared.boundary.program import StepKind
+from shared.engine.adapter_slots import AdapterSlots
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -22,6 +23,7 @@ def make(num_pages: int = 400, overlap: int = 0, chunked_prefill_size: int = 128
         PrefixCache(capacity, allocator, NO_CACHE, overlap),
         StaticController(capacity, nodes=4, depth=3, width=1),
         None,
+        AdapterSlots(capacity),
         overlap=overlap,
         chunked_prefill_size=chunked_prefill_size,
     )

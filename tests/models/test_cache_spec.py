@@ -57,10 +57,10 @@ def test_cache_bytes_in_plan_equal_allocated_state(framework, dtype):
     capacity, kinds = memory.blueprint.capacity, TYPES[dtype]
     if framework == "torch":
         where = (kinds[0], torch.device("cpu"))
-        state = torch_state.allocate(MODEL, capacity, drafts.sizes, *where)
+        state = torch_state.allocate(MODEL, capacity, drafts.sizes, *where, 1)
     else:
         where = (kinds[1], jax.devices("cpu")[0])
-        state = jax_state.allocate(MODEL, capacity, drafts.sizes, *where)
+        state = jax_state.allocate(MODEL, capacity, drafts.sizes, *where, 1)
     names = ("KV", "draft KV", "state", "snapshots")
     counted = {line.name: line.num_bytes for line in memory.lines if line.name in names}
     assert set(counted) == set(names)

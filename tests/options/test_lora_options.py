@@ -62,3 +62,25 @@ def test_invalid_lora_paths_raises(value: str, message: str) -> None:
 def test_lora_paths_without_value_raises() -> None:
     with pytest.raises(ConfigError, match="--lora-paths.* requires a value"):
         parse(["--lora-paths"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-loras-per-batch", "2"], "has no effect without adapters"),
+        (["--max-lora-rank", "8"], "requires both --max-lora-rank and"),
+        (["--lora-target-modules", "all"], "requires both --max-lora-rank and"),
+        (["--lora-target-modules", "q_proj"], "must be one of all, got q_proj"),
+    ],
+)
+def test_lora_options_without_adapters_raise(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(words)
+
+
+def test_adapter_slots_default_to_number_of_adapters() -> None:
+    names = [f"{i}=folder" for i in range(9)]
+    found = [parse(["--lora-paths", *names[:count]]).lora.num_slots for count in (1, 8, 9)]
+    assert found == [1, 8, 8]
+    wide = parse(["--lora-paths", "a=x", "--lora-target-modules", "all"])
+    assert wide.lora.num_slots == 8

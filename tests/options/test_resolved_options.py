@@ -4,6 +4,7 @@ import pytest
 
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.drafts.drafter_spec import DrafterSpec
+from shared.engine.adapter_slots import AdapterSlots
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -126,6 +127,7 @@ def test_max_request_tokens_equals_scheduler_limit(case):
         cache,
         drafting,
         None,
+        AdapterSlots(capacity),
         overlap=capacity.overlap,
         chunked_prefill_size=chunk,
     )

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shared.boundary.checks import ADAPTED
-from shared.boundary.program import ProgramFeature
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.models.weight_files import CheckpointError
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device
-from shared.process.engines import adapter_slots
 from shared.process.start import ValidatedStartup, prepare
-from tests.support.lora_files import adapter_stacks, write_adapter
+from tests.support.lora_files import adapter_weights, write_adapter
 from tests.support.serve_reference import PLATFORM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,9 +36,13 @@ def test_memory_plan_has_line_of_adapters(count: int) -> None:
     start = started(["--lora-paths", LORA, PART, "--tp-size", str(count)])
     (line,) = [each for each in start.memory.lines if each.name == "adapters"]
     assert line.detail == "2 x rank 16"
-    stacks = adapter_stacks([GOLDEN / "qwen3_lora", GOLDEN / "qwen3_lora_part"], BASE, 0, count)
-    arrays = [getattr(x, name) for x in stacks.values() for name in ("a", "b", "scales", "factors")]
+    weights = adapter_weights([GOLDEN / "qwen3_lora", GOLDEN / "qwen3_lora_part"], BASE, 0, count)
+    names = ("a", "b", "scales", "factors")
+    arrays = [getattr(x, name) for x in weights.values() for name in names]
     assert line.num_bytes == sum(array.nbytes for array in arrays)
+    (host,) = [each for each in start.memory.lines if each.name == "host adapters"]
+    copies = [words.nbytes for adapter in start.read_adapters() for words in adapter.words]
+    assert host.num_bytes == sum(copies)
 
 
 def test_programs_with_adapters_double_others() -> None:
@@ -46,14 +50,43 @@ def test_programs_with_adapters_double_others() -> None:
     adapted = {p for p in programs if p.has(ProgramFeature.LORA)}
     plain = {p for p in programs if p.work in ADAPTED} - adapted
     assert {p.with_features({ProgramFeature.LORA: False}) for p in adapted} == plain
-    assert started().memory.capacity.programs == tuple(p for p in programs if p not in adapted)
+    assert sum(p.work is StepKind.LOAD_ADAPTER for p in programs) == 1
+    others = {p for p in adapted if p.work in ADAPTED}
+    loads = {p for p in programs if p.work is StepKind.LOAD_ADAPTER}
+    assert started().memory.capacity.programs == tuple(
+        p for p in programs if p not in others | loads
+    )
 
 
-def test_adapter_slots_follow_order_of_names() -> None:
-    slots = adapter_slots(started(["--lora-paths", PART, LORA]).memory.blueprint.adapters)
-    assert [(x.name, x.slot) for x in slots.values()] == [("part", 1), ("all", 2)]
-    assert slots["part"].version != slots["all"].version
-    assert adapter_slots(None) == {}
+def test_reader_versions_follow_files() -> None:
+    reader = started(["--lora-paths", PART, LORA]).adapter_reader
+    found = {x.adapter.name: x.adapter.version for x in reader.read_all()}
+    assert list(found) == ["part", "all"]
+    assert found["part"] != found["all"]
+    assert reader.read("part", str(GOLDEN / "qwen3_lora")).adapter.version == found["all"]
+    assert started().adapter_reader is None
+
+
+def test_adapter_slots_are_limited() -> None:
+    def slots(*words: str) -> int:
+        return started(["--lora-paths", LORA, PART, *words]).memory.capacity.adapters.num_slots
+
+    assert [slots(), slots("--max-loras-per-batch", "1")] == [2, 1]
+
+
+def test_pool_of_target_modules_holds_other_adapters() -> None:
+    small = ["--lora-paths", PART]
+    reader = started(small).adapter_reader
+    with pytest.raises(CheckpointError, match="start it with --lora-target-modules all"):
+        reader.read("all", str(GOLDEN / "qwen3_lora"))
+    wide = [*small, "--lora-target-modules", "all"]
+    start = started(wide)
+    assert start.memory.capacity.adapters.num_slots == 8
+    assert start.adapter_reader.read("all", str(GOLDEN / "qwen3_lora")).words
+    alone = started(["--max-lora-rank", "3", "--lora-target-modules", "all"])
+    with pytest.raises(CheckpointError, match="has rank 4, and --max-lora-rank is 3"):
+        alone.adapter_reader.read("all", str(GOLDEN / "qwen3_lora"))
+    assert alone.read_adapters() == []
 
 
 @pytest.mark.parametrize(
@@ -79,3 +112,15 @@ def test_adapter_of_other_model_raises(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, base, [module])
     with pytest.raises(CheckpointError, match=f"has {module}, which is not an adaptable module"):
         started(["--lora-paths", f"other={folder}"])
+
+
+def test_words_of_bfloat16_are_rounded_values() -> None:
+    reader = started(["--lora-paths", LORA, "--dtype", "bfloat16"]).adapter_reader
+    (adapter,) = reader.read_all()
+    (whole,) = started(["--lora-paths", LORA, "--dtype", "float32"]).read_adapters()
+    (program,) = reader.pool.programs
+    first, span = next(reader.pool.arrays(program))
+    assert first.dtype == "bfloat16"
+    got = adapter.words[0][span].view("bfloat16")
+    want = whole.words[0][: got.size].view(np.float32)
+    np.testing.assert_array_equal(got, want.astype("bfloat16"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl import cache_pools, layers, model, weights
-from jax_impl.adapters import adapters_on
+from jax_impl.adapters import Adapters, load, new_adapters
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from jax_impl.ops.attention import attention
@@ -36,7 +36,7 @@ from tests.support.golden_models import (
     golden_head_files,
     pool_of,
 )
-from tests.support.lora_files import adapter_stacks
+from tests.support.lora_files import adapter_pool, host_adapters
 from tests.support.weight_formats import w8a8_of
 
 TOKENS = 160  # of the longest prompt, and padding
@@ -55,6 +55,17 @@ SINK = ints(np.zeros(1))  # the only slot, and the only snapshot, which is never
 def padded(values: Array | jax.Array, size: int) -> jax.Array:
     # By numpy: XLA would compile a program for each length.
     return jnp.asarray(np.pad(values, [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1)))
+
+
+def _adapters(adapter: Path | None, base: Path) -> Adapters:
+    """Returns an adapter in slot 1, or none."""
+    pool = adapter and adapter_pool([adapter], base)
+    adapters = new_adapters(pool, 1, np.float32)
+    if pool:
+        (host,) = host_adapters(pool, {"": adapter}, base)
+        for program, words in zip(pool.programs, host.words, strict=True):
+            adapters = load(adapters, pool, SINGLE_RANK, program, ints([1]), jnp.asarray(words))
+    return adapters
 
 
 class JaxModel:
@@ -146,8 +157,7 @@ class Passes:
         else:
             arrays = load_all(folder, config, config.has_mtp)
             self._arrays = weights.from_arrays(arrays, config, np.float32, cpu)
-        stacks = {} if adapter is None else adapter_stacks([adapter], folder)
-        self._arrays = self._arrays, adapters_on(stacks, np.float32, cpu)
+        self._arrays = self._arrays, _adapters(adapter, folder)
         options = compiler_options(cpu, quick_compile=True)
         for name in ("prefill", "verify", "commit", "mtp"):
             jitted = jax.jit(getattr(self, f"_{name}"), compiler_options=options)

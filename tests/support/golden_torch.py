@@ -24,10 +24,10 @@ from tests.support.golden_models import (
     golden_head_files,
     pool_of,
 )
-from tests.support.lora_files import adapter_stacks
+from tests.support.lora_files import adapter_pool, host_adapters
 from tests.support.weight_formats import w8a8_of
 from torch_impl import cache_pools, model, weights
-from torch_impl.adapters import adapters_on
+from torch_impl.adapters import Adapters, load, new_adapters
 from torch_impl.drafters import DraftRequests, ExtendRows, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops.attention import attention
@@ -63,6 +63,17 @@ def _loaded(folder: Path, config: ModelConfig, quantises: bool) -> weights.Weigh
     return weights.load(checkpoint, config, False, "float32", CPU, lambda num_bytes: None, formats)
 
 
+def _adapters(adapter: Path | None, base: Path) -> Adapters:
+    """Returns an adapter in slot 1, or none."""
+    pool = adapter and adapter_pool([adapter], base)
+    adapters = new_adapters(pool, 1, torch.float32, CPU)
+    if pool:
+        (host,) = host_adapters(pool, {"": adapter}, base)
+        for program, words in zip(pool.programs, host.words, strict=True):
+            load(adapters, pool, SINGLE_RANK, program, ints([1]), torch.from_numpy(words))
+    return adapters
+
+
 class TorchModel:
     """One request on one model."""
 
@@ -76,8 +87,7 @@ class TorchModel:
     ) -> None:
         config = config_from_folder(folder, context_length)
         loaded = _loaded(folder, config, quantises)
-        stacks = {} if adapter is None else adapter_stacks([adapter], folder)
-        adapters = adapters_on(stacks, torch.float32, CPU)
+        adapters = _adapters(adapter, folder)
         self._model = model.Model.of(config, loaded, SINGLE_RANK, adapters)
         size = (NUM_PAGES, PAGE_SIZE)
         self._kv = cache_pools.new_pools(config.cache_pools, size, torch.float32, CPU)

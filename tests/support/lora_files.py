@@ -2,18 +2,24 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from shared.models.adapter_pool import AdapterPool, AdapterStack
+from shared.boundary.adapter_pool import AdapterPoolSpec
+from shared.boundary.backend import BackendLimits, StepPlan
+from shared.boundary.buffers import empty_plan
+from shared.boundary.transfer_spec import STEP_BYTES
+from shared.engine.adapter_slots import HostAdapter
+from shared.engine.request import AdapterVersion
 from shared.models.checkpoint import open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.lora import Adapter
-from shared.models.lora_shapes import adaptable, base_weights, padded_rank
+from shared.models.lora_shapes import AdapterShapes, adaptable, base_weights, padded_rank
 from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.stored_tensor import without_prefix
@@ -87,19 +93,56 @@ def module_names(base: Path, wanted: Iterable[Parameter]) -> list[str]:
     ]
 
 
-def adapter_stacks(
+def adapter_weights(
     folders: Iterable[Path], base: Path, rank: int = 0, count: int = 1
-) -> dict[str, AdapterStack]:
+) -> dict[str, AdapterWeights]:
     """Returns adapters in the slots 1, 2, ..., or the shards of one of some TP ranks."""
-    loaded = {str(i): Adapter(folder) for i, folder in enumerate(folders)}
-    pool = AdapterPool(loaded, padded_rank(max(each.max_rank for each in loaded.values())))
-    wanted = parameters(config_from_folder(base), False)
-    shards = [each.shard(rank, count) for each in wanted]
-    return pool.stacks(shards, base_weights(open_checkpoint(base)))
+    opened, read = [Adapter(folder) for folder in folders], base_weights(open_checkpoint(base))
+    pool, found = _pool(opened, base, len(opened)), {}
+    for name, shapes in pool.local(rank, count).items():
+        each = [adapter.arrays(shapes, read) for adapter in opened]
+        stacked = {x: np.stack([getattr(y, x) for y in each]) for x in shapes.arrays}
+        found[name] = AdapterWeights(**stacked, parts=shapes.parts)
+    return found
+
+
+def adapter_pool(
+    folders: Iterable[Path], base: Path, num_slots: int = 0, step_bytes: int = STEP_BYTES
+) -> AdapterPoolSpec:
+    """Returns a pool for some adapters, by default with a slot for each."""
+    opened = [Adapter(folder) for folder in folders]
+    return replace(_pool(opened, base, num_slots or len(opened)), step_bytes=step_bytes)
+
+
+def host_adapters(
+    pool: AdapterPoolSpec, folders: Mapping[str, Path], base: Path
+) -> list[HostAdapter]:
+    """Returns adapters in host memory."""
+    read, found = base_weights(open_checkpoint(base)), []
+    for name, folder in folders.items():
+        adapter = Adapter(folder)
+        arrays = {x.parameter.name: adapter.arrays(x, read) for x in pool.shapes}
+        version = AdapterVersion(name, adapter.version)
+        found.append(HostAdapter(version, str(folder), pool.pack(arrays)))
+    return found
+
+
+def load_plans(capacity: BackendLimits, adapter: HostAdapter, slot: int) -> Iterator[StepPlan]:
+    """Yields the load steps of an adapter."""
+    assert capacity.adapters is not None
+    for program, words in zip(capacity.adapters.programs, adapter.words, strict=True):
+        plan = empty_plan(program, capacity)
+        plan.work.words[:], plan.adapters[0] = words, slot
+        yield plan
+
+
+def _pool(opened: Iterable[Adapter], base: Path, num_slots: int) -> AdapterPoolSpec:
+    wanted = adaptable(parameters(config_from_folder(base), False))
+    rank = padded_rank(max(each.max_rank for each in opened))
+    changed = [x for x in wanted if any(each.adapts(x) for each in opened)]
+    return AdapterPoolSpec(num_slots, tuple(AdapterShapes(x, rank) for x in changed), "float32")
 
 
 def batch_adapters(folders: Iterable[Path], base: Path, slots: Iterable[int]) -> BatchAdapters:
     """Returns adapters in the slots 1, 2, ... and the slot of each request."""
-    stacks = adapter_stacks(folders, base).items()
-    weights = {name: AdapterWeights(**vars(stack)) for name, stack in stacks}
-    return BatchAdapters(weights, np.array([*slots]))
+    return BatchAdapters(adapter_weights(folders, base), np.array([*slots]))

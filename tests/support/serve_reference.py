@@ -42,10 +42,7 @@ def load(
     if images is not None:
         wanted = vision_encoder_parameters(images.vision)
         tower = {p.name: checkpoint.load(p, np.float32, progress) for p in wanted}
-    adapters = None
-    if blueprint.adapters is not None:
-        adapters = blueprint.adapters.of_rank(parameters(model, False), 0, 1, checkpoint)
-    return ReferenceBackend(model, read_model(checkpoint, model), *made_for, tower, adapters)
+    return ReferenceBackend(model, read_model(checkpoint, model), *made_for, tower)
 
 
 PLATFORM = Platform(
