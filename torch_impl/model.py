@@ -142,7 +142,8 @@ def forward(
       slots: Adapter slot of each row, 0 for none; None for a pass without adapters.
     """
     weights, parts = model.weights, None
-    embedded = layers.embed_tokens(weights.embed, tokens, shown, embedding_factor(model))
+    factor = embedding_factor(model.config, weights.embed)
+    embedded = layers.embed_tokens(weights.embed, tokens, shown, factor)
     if weights.per_layer is not None:
         eps = model.config.rms_eps
         parts = per_layer.per_layer_parts(tokens, embedded, weights.per_layer, eps)
@@ -202,10 +203,10 @@ def run_layers(
     return Forward(hidden, tuple(streams))
 
 
-def embedding_factor(model: Model) -> float:
+def embedding_factor(config: ModelConfig, embed: Float[Tensor, "vocab hidden"]) -> float:
     """Returns the multiplier of embeddings, rounded to their dtype if the model requires it."""
-    factor, embed = model.config.embedding_factor, model.weights.embed
-    return layers.rounded(factor, embed) if model.config.rounds_embedding_factor else factor
+    factor = config.embedding_factor
+    return layers.rounded(factor, embed) if config.rounds_embedding_factor else factor
 
 
 def lm_head_input(model: Model, hidden: Hidden) -> Projection:

@@ -66,8 +66,9 @@ class Assistant(NamedTuple):
 
         Kernels return the pools too, in the same memory.
         """
-        target, factor = self.target, embedding_factor(self.target)
-        embedded = embed_tokens(target.weights.embed, tokens, None, factor)
+        target, embed = self.target, self.target.weights.embed
+        factor = embedding_factor(target.config, embed)
+        embedded = embed_tokens(embed, tokens, None, factor)
         x = product(jnp.concatenate([embedded, hidden], axis=1), self.weights.fc)
         x = all_gather.all_gather(target.group, x)
         passed = model.run_layers(self.layers, x, None, rows, kv, None, ())

@@ -20,7 +20,7 @@ from jax_impl.drafters import (
 )
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import AttentionContext, angles, attention, mlp, output_and_mlp, write_keys
-from jax_impl.model import Forward, Model, lm_head_input
+from jax_impl.model import Forward, Model, embedding_factor, lm_head_input
 from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import alone
 from jax_impl.ops.attention.attention import KV, AttentionRows
@@ -279,7 +279,7 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     rope = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    x = embed_tokens(embed, tokens.reshape(-1), None)
+    x = embed_tokens(embed, tokens.reshape(-1), None, embedding_factor(config, embed))
     if weights.around is not None:
         norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]

@@ -18,7 +18,7 @@ from shared.drafts.assistant import ClusterConfig
 from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
 from shared.drafts.config_formats import read_raw_config
 from shared.drafts.dflash_config import SLIDING, BlockConfig, Part, block_of, windows_of
-from shared.drafts.kinds import HEADS, KINDS, EmbeddingInput, HeadTraits
+from shared.drafts.kinds import HEADS, KINDS, LOGITS_SOFTCAP, EmbeddingInput, HeadTraits
 from shared.drafts.raw_config import PLACE, RawDraftConfig
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, count
@@ -312,13 +312,15 @@ def _with_mixers(model: ModelConfig, **changed: Any) -> ModelConfig:
 
 
 _SLIDING = ("layer_types", "use_sliding_window", "sliding_window")
+_READ_ELSEWHERE = (*_SLIDING, LOGITS_SOFTCAP)
 
 
 def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
     """Returns the layers of a head as a model config.
 
     A head may omit fields that only a whole model needs. Sliding windows are read separately: in a
-    block head and in the speculators format any layer may have one.
+    block head and in the speculators format any layer may have one. A block head reads rows of the
+    target's embedding layer, which in Gemma multiplies them.
     """
     settings, is_block = raw.settings, KINDS[raw.kind].is_block
     slides = is_block or raw.is_speculators
@@ -327,7 +329,11 @@ def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
         "max_position_embeddings": target.context_length,
         "vocab_size": target.vocab,
         "num_hidden_layers": 1,
-        **{name: value for name, value in settings.items() if not (slides and name in _SLIDING)},
+        **{
+            name: value
+            for name, value in settings.items()
+            if not (slides and name in _READ_ELSEWHERE)
+        },
         "architectures": ["Qwen3ForCausalLM" if is_qwen else "LlamaForCausalLM"],
         "tie_word_embeddings": False,
     }
@@ -344,6 +350,9 @@ def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
         pairs = zip(model.layers, windows, strict=True)
         layers = tuple(replace(x, mixer=replace(x.mixer, window=w)) for x, w in pairs)
         model = replace(model, layers=layers)
+    if is_block and target.rounds_embedding_factor:
+        factor = target.embedding_factor
+        model = replace(model, embedding_factor=factor, rounds_embedding_factor=True)
     # The head may share the target's `lm_head`, which produces scaled and softly capped logits.
     return replace(model, logits_factor=target.logits_factor, logits_softcap=target.logits_softcap)
 
@@ -351,6 +360,12 @@ def _layers(raw: RawDraftConfig, target: ModelConfig) -> ModelConfig:
 def _refuse_sizes(
     raw: RawDraftConfig, layer: ModelConfig, target: ModelConfig, num_known: int | None
 ) -> None:
+    softcap = raw.settings.get(LOGITS_SOFTCAP)
+    if softcap not in (None, target.logits_softcap):
+        raise ValueError(
+            f"the draft model's {LOGITS_SOFTCAP} must be the target's ({target.logits_softcap}), "
+            f"got {softcap!r}; use a head that was trained for this model"
+        )
     is_padded = num_known is not None and num_known <= min(layer.vocab, target.vocab)
     if layer.vocab != target.vocab and not is_padded:
         raise ValueError(

@@ -177,12 +177,15 @@ LAYER_FIELDS = frozenset(
 )
 """Fields of a head's layers."""
 
+LOGITS_SOFTCAP = "final_logit_softcapping"
+"""Field of a block head with the soft cap of its target's logits."""
+
 _AUX = {"eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"}
 _BLOCK = (
     LAYER_FIELDS
     | _AUX
     | {"draft_vocab_size", "block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
-    | {"is_causal", "sliding_window_non_causal", "dflash_config"}
+    | {"is_causal", "sliding_window_non_causal", "dflash_config", LOGITS_SOFTCAP}
 )
 _BLOCK_DEFAULTS: Json = {"draft_vocab_size": 32000, "block_size": 8}
 _BLOCK_TENSORS = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight")

@@ -159,7 +159,8 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    x = layers.embed_tokens(embedding(weights, target), tokens.reshape(-1), None)
+    table, factor = embedding(weights, target), sizes.embedding_factor
+    x = layers.embed_tokens(table, tokens.reshape(-1), None, factor)
     if block.part(ConvConfig) is not None:
         out = model.norm(sizes, x, weights["layer.input_norm"][0])
         for layer, layer_rows in enumerate(rows):

@@ -34,7 +34,7 @@ from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
-from tests.support.tiny_models import DENSE, DIVIDED, LATENT, MAMBA2, MATRIX_ONLY, WITH_MTP
+from tests.support.tiny_models import DENSE, DIVIDED, LATENT, MAMBA2, WITH_MTP
 from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
@@ -167,15 +167,23 @@ def test_tp_every_dense_family_bitwise_equal(family, framework, backends):
     [
         *every(EXPERTS, EXPERTS[:4], EXPERTS[4:]),
         (TWO, "nemotron_h"),
+        *every(("gemma4_moe",), (), ()),
         *(
             pytest.param(TWO, family, marks=pytest.mark.matrix)
-            for family in ("granitemoehybrid", *MATRIX_ONLY)
+            for family in ("granitemoehybrid", "minimax_m2", "qwen3_next")
         ),
     ],
 )
 def test_tp_every_moe_family_bitwise_equal(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "exact", FEW)
+
+
+@pytest.mark.parametrize(
+    ("framework", "family"), every(("gemma4", "gemma4_moe", "gpt_oss"), ("gemma4",), ())
+)
+def test_tp_windowed_targets_of_blocks_bitwise_equal(family, framework, backends):
+    serve_on(backends, framework, family, "DFLASH", "exact", FEW)
 
 
 @pytest.mark.matrix
@@ -233,6 +241,9 @@ def test_tp_jax_devices_prefill_bitwise_equal(count):
         ("glm4_moe_lite", "EAGLE3"),
         ("qwen3_moe", "EAGLE3"),
         ("gpt_oss", "EAGLE3"),
+        ("gpt_oss", "DFLASH"),
+        ("gemma4", "DFLASH"),
+        ("gemma4_moe", "EAGLE3"),
         ("gemma2", "EAGLE"),
         ("gemma3", "EAGLE3"),
         ("gemma4", "ASSISTANT"),

@@ -85,6 +85,21 @@ def test_dflash_windows_and_causality_follow_config():
     assert (full.windows, full.causal) == ((None,) * 4, (False,) * 4)
 
 
+def test_dflash_head_scales_embeddings_as_gemma_target():
+    gemma, granite = (tiny_model(family, 0)[0] for family in ("gemma4", "granite"))
+    stated = {"final_logit_softcapping": gemma.logits_softcap}
+    layer = DraftConfig.from_dict(tiny_block_config(gemma, **stated), gemma).layer
+    assert (layer.embedding_factor, layer.rounds_embedding_factor) == (gemma.hidden**0.5, True)
+    assert layer.logits_softcap == gemma.logits_softcap
+    other = DraftConfig.from_dict(tiny_block_config(granite), granite).layer
+    assert other.embedding_factor == 1 != granite.embedding_factor
+
+
+def test_dflash_config_requires_softcap_of_target():
+    with pytest.raises(ValueError, match=r"final_logit_softcapping must be the target's \(None\)"):
+        parsed(final_logit_softcapping=30.0)
+
+
 NEMO = {"architectures": ["Qwen3DFlashDraftModel"]}
 
 

@@ -18,7 +18,10 @@ BACKENDS: dict[str, type[LLM]] = {"torch": TorchLLM, "jax": JaxLLM}
 TOKENS = 16
 PROMPTS = [[(7 * i + i // 5) % 150 for i in range(27)], [11, 12, 13, 14] * 5]
 """Prompts of two windows and more."""
-NAMES = ("gemma4, shared KV, wide MLPs", "gemma4, K = V", "gemma4, experts", "gemma4_unified_text")
+NAMES = (
+    *("gemma4, shared KV, wide MLPs", "gemma4, K = V", "gemma4, experts", "gemma4_unified_text"),
+    "gpt_oss",
+)
 DRAFTERS = ("none", "NGRAM", "STANDALONE")
 
 
@@ -46,7 +49,7 @@ def cell(backend: str, name: str, drafter: str) -> Any:
 
 CELLS = [
     *(cell("torch", name, drafter) for name in NAMES for drafter in DRAFTERS),
-    *(cell("jax", NAMES[0], drafter) for drafter in DRAFTERS),
+    *(cell("jax", name, drafter) for name in NAMES for drafter in DRAFTERS),
 ]
 
 

@@ -1,5 +1,6 @@
 """DFlash: golden numbers of the reference implementation, and the attention mask of a block."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -42,8 +43,11 @@ from torch_impl.ops.sampling.sampling import Sampling as TorchSampling
 def block_of(request):
     """Makes an implementation of a golden head."""
 
-    def made(folder: str):
+    def made(folder: str, factor: float = 1.0):
         head, weights = golden_block_head(GOLDEN / folder, TARGET)
+        scaled = replace(head.config.layer, embedding_factor=factor)
+        head = DraftHead(replace(head.config, layer=scaled), head.weights)
+        weights["embed"] = weights["embed"] / np.float32(factor)
         return BLOCKS[request.param](head, config_from_folder(TARGET), weights)
 
     return made
@@ -58,6 +62,11 @@ FOLDERS = [
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_dflash_block_matches_golden(folder, block_of):
     assert_golden_numbers(folder, block_of)
+
+
+def test_dflash_block_multiplies_embeddings_by_factor(block_of):
+    """An embedding layer of Gemma does so."""
+    assert_golden_numbers("dflash_speculators", partial(block_of, factor=8.0))
 
 
 def test_dflash_context_kv_matches_golden_cache(block_of):

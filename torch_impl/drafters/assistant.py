@@ -64,8 +64,9 @@ class Assistant:
         self, rows: AttentionRows, tokens: Tokens, hidden: TargetHidden, kv: Pools
     ) -> Hidden:
         """Runs the assistant over rows; returns its hidden states after the final norm."""
-        target, factor = self.target, embedding_factor(self.target)
-        embedded = embed_tokens(target.weights.embed, tokens, None, factor)
+        target, embed = self.target, self.target.weights.embed
+        factor = embedding_factor(target.config, embed)
+        embedded = embed_tokens(embed, tokens, None, factor)
         x = product(torch.cat([embedded, hidden], dim=1), self.weights.fc)
         x = all_gather.all_gather(target.group, x)
         return model.run_layers(self.layers, x, None, rows, kv, None, ()).hidden

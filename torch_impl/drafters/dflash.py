@@ -34,7 +34,7 @@ from torch_impl.layers import (
     rotary_frequencies,
     write_keys,
 )
-from torch_impl.model import Forward, Model, lm_head_input
+from torch_impl.model import Forward, Model, embedding_factor, lm_head_input
 from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.attention.attention import KV, AttentionRows
 from torch_impl.ops.attention.attention_layer import PagedKV
@@ -289,7 +289,7 @@ def fill(
     rope = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
-    x = embed_tokens(embed, tokens, None)
+    x = embed_tokens(embed, tokens, None, embedding_factor(config, embed))
     if weights.around is not None:
         norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
         scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
