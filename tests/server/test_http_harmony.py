@@ -11,20 +11,11 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tokenizers import AddedToken, Tokenizer
 
-from shared.text.call_formats.registry import marks_of
-from tests.support.http_fixtures import (
-    CHAT,
-    SPECIAL,
-    Server,
-    byte_tokenizer,
-    save_tokenizer,
-    serving,
-)
+from tests.support.http_fixtures import CHAT, Server, save_tokenizer, serving
+from tests.support.special_token_tokenizer import HARMONY_END, harmony_tokenizer
 from tests.support.tiny_models import write_tiny
 
-EOS = "<|return|>"
 TEMPLATE = (
     "{{ tools or '' }}{% for m in messages %}<|start|>{{ m.role }}"
     "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
@@ -46,20 +37,11 @@ STOP = {
 QUESTION = {"role": "user", "content": "Which?"}
 
 
-def harmony_tokenizer() -> Tokenizer:
-    """Ends outputs with a token of its own, as in gpt-oss: `<|end|>` ends a message."""
-    tokenizer = Tokenizer.from_str(byte_tokenizer().to_str().replace(SPECIAL[0], EOS))
-    marks = [AddedToken(x, special=True) for x in marks_of("harmony", "harmony") if x != EOS]
-    tokenizer.add_tokens(marks)
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("model")
     write_tiny(folder, "gpt_oss", 7)
-    save_tokenizer(folder, harmony_tokenizer())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    save_tokenizer(folder, harmony_tokenizer(), HARMONY_END)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     line = ["--port", "0", "--model-path", str(folder), "--grammar-backend", "llguidance"]
     line += ["--tool-call-parser", "gpt-oss", "--reasoning-parser", "gpt-oss"]

@@ -48,7 +48,25 @@ TEMPLATE = """
 {%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 SIDE = IMAGES.multiple
-GEMMA_VISION = ("vision_tower.vision_model.head", "multi_modal_projector.mm_soft_emb_norm")
+GEMMA_VISION: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "gemma3": (
+        {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 256},
+        ("vision_tower.vision_model.head", "multi_modal_projector.mm_soft_emb_norm"),
+    ),
+    "gemma4": (
+        {
+            "vision_config": {"model_type": "gemma4_vision"},
+            "audio_config": {"model_type": "gemma4_audio"},
+            "vision_soft_tokens_per_image": 280,
+        },
+        (
+            *("model.vision_tower.patch_embedder.input_proj", "model.embed_audio.projection"),
+            *("model.embed_vision.embedding_projection", "model.audio_tower.layers.0.norm_out"),
+        ),
+    ),
+}
+"""Fields of models with vision encoders, and names of tensors that text does not need."""
+
 USER, ASSISTANT, NAME = 257, 258, SPECIAL[-1]
 
 
@@ -321,18 +339,19 @@ def test_template_without_image_placeholders_returns_400(tmp_path):
     assert "without image placeholders" in error["message"]
 
 
-def test_gemma3_with_vision_encoder_serves_text_alone(tmp_path):
-    write_tiny(tmp_path, "gemma3", 0)
+@pytest.mark.parametrize("name", GEMMA_VISION)
+def test_gemma_with_vision_encoder_serves_text_alone(name, tmp_path):
+    write_tiny(tmp_path, name, 0)
     config = json.loads((tmp_path / "config.json").read_text())
-    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    outer |= {"vision_config": {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 256}
+    outer, names = GEMMA_VISION[name]
+    outer |= {"architectures": [f"{name.title()}ForConditionalGeneration"], "model_type": name}
     outer |= {"tie_word_embeddings": False, "text_config": config}
     (tmp_path / "config.json").write_text(json.dumps(outer))
     file = tmp_path / "model.safetensors"
-    vision = {f"{name}.weight": np.zeros(2, np.float32) for name in GEMMA_VISION}
+    vision = {f"{each}.weight": np.zeros(2, np.float32) for each in names}
     text_model = {
-        f"language_model.{name.removeprefix('language_model.')}": tensor
-        for name, tensor in load_file(file).items()
+        f"language_model.{each.removeprefix('language_model.')}": tensor
+        for each, tensor in load_file(file).items()
     }
     save_file(text_model | vision, file)
     save_tokenizer(tmp_path)

@@ -106,10 +106,10 @@ def byte_letters() -> list[str]:
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
 
 
-def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
+def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, end: str = SPECIAL[0]) -> None:
     """Writes the tokenizer files of a checkpoint folder; `byte_tokenizer` unless one is given."""
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": SPECIAL[0]}}
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": end}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

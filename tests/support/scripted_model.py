@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tests.support.http_fixtures import SPECIAL, Server, save_tokenizer, serving
 
 MAX_TOKENS = str(1 << 20)  # agents send prompts of some 100,000 bytes, and a token is a byte
@@ -41,7 +43,13 @@ def products(num_calls: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving_script(folder: Path, script: Sequence[str], *flags: str) -> Iterator[Server]:
+def serving_script(
+    folder: Path,
+    script: Sequence[str],
+    *flags: str,
+    tokenizer: Tokenizer | None = None,
+    end: str = SPECIAL[0],
+) -> Iterator[Server]:
     """Serves a script.
 
     Args:
@@ -49,9 +57,11 @@ def serving_script(folder: Path, script: Sequence[str], *flags: str) -> Iterator
       script: Output by number of tool results; the last one ends the session. Requests without
         tools get a title as JSON.
       flags: Further flags of `tests.support.http_fixtures`.
+      tokenizer: Tokenizer of the model; None for the one of other tests.
+      end: Text of the token that ends an output.
     """
-    save_tokenizer(folder)
-    template = _TEMPLATE.replace("SCRIPT", json.dumps(script)).replace("END", SPECIAL[0])
+    save_tokenizer(folder, tokenizer, end)
+    template = _TEMPLATE.replace("SCRIPT", json.dumps(script)).replace("END", end)
     (folder / "chat_template.jinja").write_text(template.replace("TITLE", json.dumps(TITLE)))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
     limits = ["--context-length", MAX_TOKENS, "--max-request-tokens", MAX_TOKENS]
