@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.environment import write_results
+from shared.boundary.kv_transfer import copy_words
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline
 from shared.cluster.transfer.memory_agent import MemoryAgent
@@ -48,10 +49,12 @@ def _publish(link: Connection, size: int, has_nixl: bool) -> None:
     store = RecordStore(2 * size, LIMIT_S)
     listener = socket.create_server((HOST, 0))
     server = RecordServer(store, [listener], SECRET, TransferCounters(), _agent(has_nixl))
-    body = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    body = np.random.default_rng(0).integers(0, 1 << 31, size // 4, np.int32)
     while link.recv():
         began = time.perf_counter()
-        ticket_id, record = store.publish(b"", {}, [body.data], 0)
+        memory = store.allocate(size)
+        copy_words(np.frombuffer(memory.body, np.int32), body)
+        ticket_id, record = store.publish(b"", {}, memory, 0)
         seconds = time.perf_counter() - began
         link.send((server.ticket(ticket_id, record).to_fields(), seconds))
     server.close()

@@ -17,8 +17,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
-from itertools import groupby
+from functools import cache, cached_property
+from itertools import groupby, pairwise
 from math import prod
 from typing import Any, Self
 
@@ -34,8 +34,11 @@ VERSION = 1
 DIGEST_BYTES = 32
 """Bytes of an image's digest."""
 
-CHECKSUM_BYTES, CHECKSUM_THREADS = 1 << 24, 8
-"""Bytes of the body in each CRC-32 of its checksum, and threads that compute them."""
+CHECKSUM_BYTES = 1 << 24
+"""Bytes of the body in each CRC-32 of its checksum."""
+
+HOST_THREADS, COPIED_BYTES = 8, 1 << 20
+"""Threads that copy and check bytes of records, and minimum bytes of a copy for each."""
 
 
 class TransferRejected(ValueError):
@@ -223,10 +226,6 @@ def header_arrays(
     )
 
 
-Section = tuple[Int32[np.ndarray, "n words"], ...]
-"""Entries of a section, in one or several arrays."""
-
-
 @dataclass(frozen=True)
 class TransferRecord:
     """A record in host memory.
@@ -237,7 +236,7 @@ class TransferRecord:
     """
 
     header: TransferHeader
-    arrays: tuple[Section, ...]
+    arrays: tuple[Int32[np.ndarray, "n words"], ...]
 
     @property
     def num_bytes(self) -> int:
@@ -251,8 +250,7 @@ class TransferRecord:
 
     def parts(self) -> list[memoryview]:
         """Returns the body in order, without a copy."""
-        flat = (array for section in self.arrays for array in section if array.size)
-        return [array.data.cast("B") for array in flat]
+        return [array.data.cast("B") for array in self.arrays if array.size]
 
     def checksum(self) -> int:
         """Returns the CRC-32 of the header and of the CRC-32 of each `CHECKSUM_BYTES` of the body.
@@ -262,18 +260,9 @@ class TransferRecord:
         """
         return _checksum(self.header, self.parts())
 
-    def entries(self, section: int, first: int, end: int) -> Iterator[Int32[np.ndarray, "n words"]]:
-        """Yields the entries `first` to `end` of a section, in order."""
-        start = 0
-        for array in self.arrays[section]:
-            part = array[max(0, first - start) : max(0, end - start)]
-            start += len(array)
-            if len(part):
-                yield part
-
     @classmethod
     def of(cls, header: TransferHeader, body: memoryview | bytes | bytearray) -> Self:
-        """Returns the record of a received body, as views of it.
+        """Returns the record in a body, as views of it.
 
         Raises:
           TransferRejected: The body has another size than its header states ("truncated").
@@ -283,10 +272,10 @@ class TransferRecord:
             raise TransferRejected(
                 "truncated", f"a body of {header.num_bytes} bytes is required, got {len(body)}"
             )
-        words, first, found = np.frombuffer(body, np.int32), 0, list[Section]()
+        words, first, found = np.frombuffer(body, np.int32), 0, list[np.ndarray]()
         for entries, size in header.sections:
             end = first + entries * size
-            found.append((words[first:end].reshape(entries, size),))
+            found.append(words[first:end].reshape(entries, size))
             first = end
         return cls(header, tuple(found))
 
@@ -305,9 +294,29 @@ class TransferRecord:
         return record
 
 
+def copy_words(into: Int32[np.ndarray, "n words"], source: Int32[np.ndarray, "n words"]) -> None:
+    """Copies contiguous entries, many bytes in threads.
+
+    New memory is mapped when it is first written, which takes longer than the copy on one thread.
+    """
+    into, source = into.reshape(-1), source.reshape(-1)
+    count = min(HOST_THREADS, source.nbytes // COPIED_BYTES)
+    if count < 2:
+        into[:] = source
+        return
+    ends = [len(source) * number // count for number in range(count + 1)]
+    spans = [slice(first, end) for first, end in pairwise(ends)]
+    for _ in _threads().map(lambda span: np.copyto(into[span], source[span]), spans):
+        pass
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="kv records")
+
+
 def _checksum(header: TransferHeader, parts: Sequence[memoryview]) -> int:
-    with ThreadPoolExecutor(CHECKSUM_THREADS) as threads:
-        of_body = np.array(list(threads.map(_crc, _chunks(parts))), "<u4")
+    of_body = np.array(list(_threads().map(_crc, _chunks(parts))), "<u4")
     of_header = zlib.crc32(json.dumps(header.to_fields(), sort_keys=True).encode())
     return zlib.crc32(of_body.tobytes(), of_header)
 

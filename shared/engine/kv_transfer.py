@@ -44,6 +44,11 @@ from shared.engine.transfer_jobs import (
 Tokens = Sequence[int] | Int32[np.ndarray, " T"]
 
 
+def host_memory(num_bytes: int) -> memoryview:
+    """Returns new memory for a record."""
+    return np.empty(num_bytes, np.uint8).data
+
+
 class KVTransfer:
     """Exports and imports of an engine.
 
@@ -95,9 +100,17 @@ class KVTransfer:
         return len(self._path(tokens, tenant, images)) * self._capacity.page_size
 
     def begin_export(
-        self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]
+        self,
+        tokens: Tokens,
+        tenant: str,
+        images: Sequence[CacheKeyImage],
+        allocate: Callable[[int], memoryview] = host_memory,
     ) -> ExportJob | None:
         """Begins to export the longest cached prefix of a prompt after which its request can start.
+
+        Args:
+          tokens, tenant, images: The prompt.
+          allocate: Returns memory for the bytes of a record; raises its own errors.
 
         Returns:
           The job; None if there is no such prefix.
@@ -110,12 +123,13 @@ class KVTransfer:
         windows = self._cache.tree.window_pages(path)
         tables = [np.array([node.page for node in path], np.int32)]
         tables += [_at_end(pages, len(path)) for pages in windows]
+        body = allocate(header.num_bytes)
         lease = TransferLease(path[-1], (NO_PAGES, *windows), pinned=snapshot)
         for pool, pages in zip(self._pools, lease.pages, strict=True):
             pool.share(pages)  # else window pages could be evicted
         self._cache.transfers.open(lease)
         steps = TransferSteps(self._exports, tables, 0, snapshot)
-        job = ExportJob(self._context, header, lease, steps)
+        job = ExportJob(self._context, header, lease, steps, body)
         self._jobs.append(job)
         return job
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import BackendLimits, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan
-from shared.boundary.kv_transfer import TransferHeader, TransferRecord
+from shared.boundary.kv_transfer import TransferHeader, TransferRecord, copy_words
 from shared.boundary.program import Program, StepKind
 from shared.boundary.transfer_spec import ImportKV
 from shared.engine.cache_entry import TransferLease
@@ -60,6 +60,8 @@ class TransferPrograms:
 class TransferSteps:
     """Steps of a job: pages from a first one on, then the layers of a snapshot.
 
+    Plans of completed steps are reused, since those of imports have megabytes of words.
+
     Args:
       programs: Programs of the kind.
       tables: Pages of the record in each page pool, by page of the sequence; 0 where the pool has
@@ -80,6 +82,7 @@ class TransferSteps:
         self._left = deque((programs.pages, start) for start in range(first, end, size))
         self._left.extend((program, 0) for program in programs.layers if snapshot)
         self._num_flying = 0
+        self._plans = defaultdict[Program, list[StepPlan]](list)
 
     @property
     def num_left(self) -> int:
@@ -95,18 +98,21 @@ class TransferSteps:
         """Returns the next plan without its words, and its pages, empty for layers."""
         program, first = self._left.popleft()
         self._num_flying += 1
-        plan = empty_plan(program, capacity)
+        unused = self._plans[program]
+        plan = unused.pop() if unused else empty_plan(program, capacity)
         pages = range(first, min(first + program.pages, len(self._tables[0])))
         for row, table in zip(plan.page_tables, self._tables, strict=True):
             row[0, : len(pages)] = table[pages.start : pages.stop]
+            row[0, len(pages) :] = 0
         if program.blocks:
             is_import = isinstance(plan.work, ImportKV)
             (plan.snapshots.save if is_import else plan.snapshots.restore)[0] = self._snapshot
         return plan, pages
 
-    def end(self) -> None:
+    def end(self, plan: StepPlan) -> None:
         """Records that the result of a step is known."""
         self._num_flying -= 1
+        self._plans[plan.program].append(plan)
 
 
 class TransferContext:
@@ -174,13 +180,13 @@ class TransferJob:
         """Returns its next step."""
         plan, pages = self._steps.next_plan(self._context.capacity)
         self._fill(plan, pages)
-        return TransferStep(plan, partial(self._end_step, plan.program, pages))
+        return TransferStep(plan, partial(self._end_step, plan, pages))
 
-    def _end_step(self, program: Program, pages: range, result: StepResult) -> None:
-        self._steps.end()
+    def _end_step(self, plan: StepPlan, pages: range, result: StepResult) -> None:
+        self._steps.end(plan)
         if not self.is_open:
             return
-        self._take(program, pages, result)
+        self._take(plan.program, pages, result)
         if self._steps.are_done:
             self.end()
 
@@ -204,7 +210,7 @@ class ExportJob(TransferJob):
     """An export; it locks its pages and pins its snapshot until its record is complete.
 
     Attributes:
-      record: The record; None until the job is done.
+      record: The record in its memory, complete once the job is done. Its owner may drop it.
     """
 
     def __init__(
@@ -213,24 +219,24 @@ class ExportJob(TransferJob):
         header: TransferHeader,
         lease: TransferLease,
         steps: TransferSteps,
+        body: memoryview,
     ) -> None:
         super().__init__(context, header, lease, steps)
-        self.record: TransferRecord | None = None
-        self._arrays: list[list[Int32[np.ndarray, "n words"]]] = [[] for _ in header.sections]
+        self.record: TransferRecord | None = TransferRecord.of(header, body)
 
     def _take(self, program: Program, pages: range, result: StepResult) -> None:
-        words, spec = result.words, self._context.spec
+        words, spec, record = result.words, self._context.spec, self.record
         assert words is not None  # those of an export
+        assert record is not None  # until it is done
         if words.layers is not None:
-            self._arrays[spec.section_of(program.blocks)].append(words.layers)
+            section, local = spec.section_of(program.blocks), spec.local_layers(program.blocks)
+            copy_words(record.arrays[section][local], words.layers)
             return
         for section, held in enumerate(words.all_pages):
-            _, places = span_of(self.header, section, pages)
-            if places.start < places.stop:
-                self._arrays[section].append(held[places])
+            entries, places = span_of(self.header, section, pages)
+            copy_words(record.arrays[section][entries], held[places])
 
     def _finish(self) -> None:
-        self.record = TransferRecord(self.header, tuple(map(tuple, self._arrays)))
         self._context.num_exported += self.num_tokens
 
 
@@ -273,18 +279,12 @@ class ImportJob(TransferJob):
         assert isinstance(plan.work, ImportKV)
         words, spec, layers = plan.work.words, self._context.spec, plan.program.blocks
         if words.layers is not None:
-            local = spec.local_layers(layers)
-            self._copy(spec.section_of(layers), local, words.layers)
+            section, local = spec.section_of(layers), spec.local_layers(layers)
+            copy_words(words.layers, self._record.arrays[section][local])
             return
         for section, held in enumerate(words.all_pages):
             entries, places = span_of(self.header, section, pages)
-            self._copy(section, entries, held[places])
-
-    def _copy(self, section: int, entries: slice, into: Int32[np.ndarray, "n words"]) -> None:
-        first = 0
-        for part in self._record.entries(section, entries.start, entries.stop):
-            into[first : first + len(part)] = part
-            first += len(part)
+            copy_words(held[places], self._record.arrays[section][entries])
 
     def _finish(self) -> None:
         header, tree = self.header, self._context.cache.tree

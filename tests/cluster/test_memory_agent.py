@@ -23,6 +23,7 @@ from shared.cluster.transfer.record_server import RecordServer
 from shared.cluster.transfer.record_store import RecordStore
 from shared.cluster.transfer.ticket import Ticket
 from tests.support.polling import wait_until
+from tests.support.record_store import publish
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is the extra nixl")
 SECRET, SIZE = b"0123456789abcdef", 1 << 24
@@ -35,7 +36,7 @@ def _send(link: Connection) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     server = RecordServer(store, [listener], SECRET, TransferCounters(), MemoryAgent())
     while link.recv():
-        ticket_id, record = store.publish(os.urandom(8), {}, [BODY.data], 1)
+        ticket_id, record = publish(store, os.urandom(8), {}, [BODY.data], 1)
         link.send(server.ticket(ticket_id, record).to_fields())
         link.send(store.num_bytes)
 
@@ -140,7 +141,7 @@ def test_server_without_nixl_is_unreachable():
     store = RecordStore(SIZE, 60.0)
     listener = socket.create_server(("127.0.0.1", 0))
     server = RecordServer(store, [listener], SECRET, TransferCounters(), None)
-    ticket_id, record = store.publish(b"", {}, [BODY[:9].data], 1)
+    ticket_id, record = publish(store, b"", {}, [BODY[:9].data], 1)
     ticket = Ticket.from_fields(server.ticket(ticket_id, record).to_fields(), "127.0.0.1")
     agent = AgentWithoutUse()
     client = RecordClient("nixl", SECRET, SIZE, TransferCounters(), agent)  # pyright: ignore[reportArgumentType]

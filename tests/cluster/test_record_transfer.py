@@ -25,6 +25,7 @@ from shared.cluster.transfer.record_store import RecordStore
 from shared.cluster.transfer.ticket import Ticket
 from tests.support.faulty_proxy import Damage, FaultyProxy, cut, flip, unchanged
 from tests.support.polling import wait_until
+from tests.support.record_store import publish
 
 SECRET, MAX_BYTES, COUNT, CHECKSUM = b"0123456789abcdef", 1 << 26, 3_000_001, 123
 HEADER = {"version": 1, "tokens": b"\1\0\0\0"}
@@ -43,7 +44,7 @@ class Sender:
         self.server = RecordServer(self.store, [listener], SECRET, self.counters, None)
 
     def publish(self, key: bytes = b"key", parts: Sequence[memoryview] = PARTS) -> Ticket:
-        ticket_id, record = self.store.publish(key, HEADER, parts, CHECKSUM)
+        ticket_id, record = publish(self.store, key, HEADER, parts, CHECKSUM)
         ticket = self.server.ticket(ticket_id, record)
         return Ticket.from_fields(ticket.to_fields(), "127.0.0.1")
 

@@ -22,6 +22,7 @@ from shared.process.disaggregation.prefill_client import PrefillClient, PrefillS
 from shared.process.disaggregation.prompt_key import PromptKey
 from tests.support.fake_transfers import FINGERPRINT, record_of
 from tests.support.polling import wait_until
+from tests.support.record_store import publish
 
 PREFIX = PromptKey(tuple(range(20)), "tenant", ())
 KEY = "0123456789abcdef"
@@ -69,7 +70,7 @@ class Prefiller:
         self.waits.wait(10)
         record = self.record
         header = record.header.to_fields() | self.damage
-        published = self.store.publish(b"", header, self.body(), record.checksum())
+        published = publish(self.store, b"", header, self.body(), record.checksum())
         ticket = self.records.ticket(published[0], published[1])
         handler.send_response(self.status)
         handler.end_headers()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def record_of(tokens: Sequence[int], tenant: str = "") -> TransferRecord:
         arrays=(array,),
     )
     words = np.arange(header.num_bytes // 4, dtype=np.int32).reshape(count, -1)
-    return TransferRecord(header, ((words,),))
+    return TransferRecord(header, (words,))
 
 
 class FakeJob:
@@ -45,11 +45,7 @@ class FakeJob:
     def __init__(self, record: TransferRecord, is_done: bool = False) -> None:
         self.header, self.is_done = record.header, is_done
         self.failed: str | None = None
-        self._record = record
-
-    @property
-    def record(self) -> TransferRecord | None:
-        return self._record if self.is_done else None
+        self.record: TransferRecord | None = record
 
     def cancel(self) -> None:
         self.failed = "cancelled"
@@ -91,9 +87,16 @@ class FakeTransfer:
         return self.jobs[-1]
 
     def begin_export(
-        self, tokens: Sequence[int], tenant: str, images: Sequence[CacheKeyImage]
+        self,
+        tokens: Sequence[int],
+        tenant: str,
+        images: Sequence[CacheKeyImage],
+        allocate: Callable[[int], memoryview],
     ) -> FakeJob | None:
         if not self.num_cached:
             return None
-        self.jobs.append(FakeJob(record_of(tokens[: self.num_cached], tenant)))
+        record = record_of(tokens[: self.num_cached], tenant)
+        body = allocate(record.num_bytes)
+        body[:] = b"".join(record.parts())
+        self.jobs.append(FakeJob(TransferRecord.of(record.header, body)))
         return self.jobs[-1]

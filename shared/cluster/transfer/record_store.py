@@ -12,15 +12,50 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any
 
 from shared.cluster.transfer.errors import EXPIRED, TOO_LARGE, TransferError
 from shared.cluster.transfer.ticket import ID_BYTES
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-WRITE_BYTES = 1 << 26
+
+
+class RecordMemory:
+    """Memory file of a record that is being written.
+
+    Args:
+      num_bytes: Size.
+      free: Gives its bytes back to the limit.
+
+    Attributes:
+      body: Its bytes, to be written; views of it must be gone before `seal`.
+    """
+
+    def __init__(self, num_bytes: int, free: Callable[[int], None]) -> None:
+        self.num_bytes, self._free = num_bytes, free
+        self._file = os.memfd_create("kv_record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._file, num_bytes)
+        self._mapping = mmap(self._file, num_bytes) if num_bytes else None
+        self.body = memoryview(self._mapping or b"")
+
+    def seal(self) -> int:
+        """Forbids changes, and returns the descriptor, which the caller owns."""
+        self.body.release()
+        if self._mapping is not None:
+            self._mapping.close()
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, SEALS)
+        file, self._file = self._file, -1
+        return file
+
+    def close(self) -> None:
+        """Frees a record that is not sealed; does nothing after `seal` or `close`."""
+        if self._file >= 0:
+            os.close(self._file)  # the memory lasts as long as views of the body
+            self._file, self._mapping, self.body = -1, None, memoryview(b"")
+            self._free(self.num_bytes)
 
 
 @dataclass(eq=False)
@@ -69,11 +104,6 @@ class RecordStore:
         return self._num_bytes
 
     @property
-    def num_free(self) -> int:
-        """Bytes that further records may have."""
-        return self._max_bytes - self._num_bytes
-
-    @property
     def num_records(self) -> int:
         """Number of records."""
         return len(self._records)
@@ -85,21 +115,15 @@ class RecordStore:
             record = self._records.get(key)
             return None if record is None else (self._new_ticket(record), record)
 
-    def publish(
-        self, key: bytes, header: dict[str, Any], parts: Sequence[memoryview], checksum: int
-    ) -> tuple[str, HeldRecord]:
-        """Copies a record to a memory file, and returns it with a ticket.
+    def allocate(self, count: int) -> RecordMemory:
+        """Returns memory for a record, to be published or closed.
 
         Args:
-          key: Identity of the cached prefix.
-          header: Fields of the header.
-          parts: Body, in order.
-          checksum: See `Ticket.checksum`.
+          count: Bytes of the body.
 
         Raises:
           TransferError: The records would exceed the limit.
         """
-        count = sum(part.nbytes for part in parts)
         with self._lock:
             self._expire()
             if self._num_bytes + count > self._max_bytes:
@@ -110,14 +134,27 @@ class RecordStore:
                 )
             self._num_bytes += count
         try:
-            file = _sealed_file(parts, count)
+            return RecordMemory(count, self._give_back)
         except BaseException:
-            with self._lock:
-                self._num_bytes -= count
+            self._give_back(count)
             raise
+
+    def publish(
+        self, key: bytes, header: dict[str, Any], memory: RecordMemory, checksum: int
+    ) -> tuple[str, HeldRecord]:
+        """Seals a record, and returns it with a ticket.
+
+        Args:
+          key: Identity of the cached prefix.
+          header: Fields of the header.
+          memory: Memory with the body.
+          checksum: See `Ticket.checksum`.
+        """
+        file = memory.seal()
         with self._lock:
             # Another thread may have published the same prefix meanwhile; the newer record stays.
-            record = self._records[key] = HeldRecord(key, header, file, count, checksum)
+            record = HeldRecord(key, header, file, memory.num_bytes, checksum)
+            self._records[key] = record
             return self._new_ticket(record), record
 
     def open(self, ticket: str) -> HeldRecord:
@@ -157,6 +194,10 @@ class RecordStore:
             for ticket in tuple(self._by_ticket):
                 self._remove(ticket)
 
+    def _give_back(self, count: int) -> None:
+        with self._lock:
+            self._num_bytes -= count
+
     def _new_ticket(self, record: HeldRecord) -> str:
         ticket = secrets.token_hex(ID_BYTES)
         record.tickets[ticket] = time.monotonic() + self._ticket_s
@@ -184,21 +225,6 @@ class RecordStore:
         self._num_bytes -= record.num_bytes
         if self._records.get(record.key) is record:
             del self._records[record.key]
-
-
-def _sealed_file(parts: Sequence[memoryview], count: int) -> int:
-    file = os.memfd_create("kv_record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        for part in parts:
-            rest = part.cast("B")
-            while rest:
-                rest = rest[os.write(file, rest[:WRITE_BYTES]) :]
-        assert os.fstat(file).st_size == count
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
-        os.close(file)
-        raise
-    return file
 
 
 def is_sealed(file: int, num_bytes: int) -> bool:

@@ -7,10 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shared.boundary.kv_transfer import TransferRecord
-from shared.cluster.transfer.errors import TOO_LARGE, TransferError
+from shared.cluster.transfer.errors import TransferError
 from shared.cluster.transfer.record_server import RecordServer
-from shared.cluster.transfer.record_store import HeldRecord, RecordStore
+from shared.cluster.transfer.record_store import HeldRecord, RecordMemory, RecordStore
 from shared.engine.kv_transfer import KVTransfer
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.engine.transfer_jobs import ExportJob
@@ -47,7 +46,8 @@ class PendingExport:
       queued: Request that will run the prompt; None once it runs.
       running: Id of the request that runs the prompt; None once it has ended.
       job: Export from the cache; None before.
-      published: First ticket, once a thread has stored the record.
+      memory: Memory of its record.
+      published: First ticket, once a thread has published the record.
     """
 
     prefix: PromptKey
@@ -55,6 +55,7 @@ class PendingExport:
     queued: Request | None = None
     running: int | None = None
     job: ExportJob | None = None
+    memory: RecordMemory | None = None
     published: Future[Published] | None = None
 
 
@@ -174,37 +175,42 @@ class KVExporter:
 
     def _export(self, pending: PendingExport) -> None:
         prefix = pending.prefix
-        job = self._transfer.begin_export(prefix.tokens, prefix.tenant, prefix.images)
-        if job is None:
-            self._fail(pending, NOT_CACHED, "no prefix of the prompt is cached")
+
+        def allocate(num_bytes: int) -> memoryview:
+            pending.memory = self._store.allocate(num_bytes)
+            return pending.memory.body
+
+        try:
+            pending.job = self._transfer.begin_export(
+                prefix.tokens, prefix.tenant, prefix.images, allocate
+            )
+        except TransferError as error:
+            self._fail(pending, error.reason, str(error))
             return
-        pending.job = job
-        open_bytes = sum(each.job.header.num_bytes for each in self._pending.values() if each.job)
-        if open_bytes > self._store.num_free:
-            job.cancel()
-            message = f"{self._store.num_bytes} bytes of records are waiting to be fetched"
-            self._fail(pending, TOO_LARGE, message)
+        if pending.job is None:
+            self._fail(pending, NOT_CACHED, "no prefix of the prompt is cached")
 
     def _advance(self, pending: PendingExport) -> None:
         if pending.published is not None:
             if pending.published.done():
                 self._end(pending, pending.published)
-        elif pending.job is not None and pending.job.record is not None:
-            record = pending.job.record
-            pending.published = self._thread.submit(self._publish, pending.prefix.key, record)
+        elif pending.job is not None and pending.job.is_done:
+            assert pending.memory is not None
+            pending.published = self._thread.submit(
+                self._publish, pending.prefix.key, pending.job, pending.memory
+            )
             pending.published.add_done_callback(lambda _: self._notify())
 
-    def _publish(self, key: bytes, record: TransferRecord) -> Published:
-        """Stores a record, on the thread, because that reads and copies it."""
-        header = record.header.to_fields()
-        return self._store.publish(key, header, record.parts(), record.checksum())
+    def _publish(self, key: bytes, job: ExportJob, memory: RecordMemory) -> Published:
+        """Publishes a record, on the thread, because its checksum reads all bytes."""
+        record, job.record = job.record, None
+        assert record is not None
+        checksum = record.checksum()
+        del record  # its arrays are views of the memory
+        return self._store.publish(key, job.header.to_fields(), memory, checksum)
 
     def _end(self, pending: PendingExport, published: Future[Published]) -> None:
-        try:
-            first = published.result()
-        except TransferError as error:
-            self._fail(pending, error.reason, str(error))
-            return
+        first = published.result()
         del self._pending[pending.prefix.key]
         for number, request_id in enumerate(pending.waiting):
             found = self._store.share(pending.prefix.key) if number else None
@@ -228,6 +234,8 @@ class KVExporter:
             pending.job.cancel()
         if pending.published is not None:
             pending.published.add_done_callback(self._drop)
+        elif pending.memory is not None:
+            pending.memory.close()
 
     def _drop(self, published: Future[Published]) -> None:
         if not published.cancelled() and published.exception() is None:
