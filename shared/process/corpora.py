@@ -93,10 +93,10 @@ class CorpusHandler:
 
     def _list(self, ticket: int) -> None:
         held = {} if self._index is None else self._index.corpora.sizes
-        self._answers.append(["corpora", ticket, held, None, None])
+        self._answers.append(["reply", ticket, held, None, None])
 
     def _refuse(self, ticket: int, refusal: InvalidRequestError) -> None:
-        self._answers.append(["corpora", ticket, {}, str(refusal), refusal.field])
+        self._answers.append(["reply", ticket, {}, str(refusal), refusal.field])
 
 
 def _build(orders: Orders) -> NoReturn:

@@ -4,13 +4,15 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
 
 - engine to server: `facts` (a `ServerInfo`), `step` (rows of one step), `refused` (id, message,
   field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
-  and on request), `corpora` (ticket, tokens by name, and message and field of an error), `drain`
+  and on request), `reply` (ticket, corpora or adapters by name, and message and field of an
+  error), `drain`
   (maximum seconds), `kv_ticket` (id, fields of a ticket or None, and reason and message of an
   error), `end` (message, True for a failure).
 - server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, images),
   `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
-  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `kv_transfer` (fields of `add`;
-  a `kv_ticket` follows), `drained` (all responses are sent).
+  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `lora_load` (ticket, name,
+  folder), `lora_unload` (ticket, name), `kv_transfer` (fields of `add`; a `kv_ticket` follows),
+  `drained` (all responses are sent).
 
 The pixels of an `add` are not part of its frame, because packing a large frame blocks everything
 else. They are sent before it, per image: a frame `bytes` (their number), and then those bytes.
@@ -40,6 +42,9 @@ from shared.text.call_formats.registry import marks_of
 from shared.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("<I")
+
+DEFAULT_NAME = "default"
+"""Name of any served model in requests."""
 
 BYTES = "bytes"
 """Name of the frame that is followed by raw bytes."""
@@ -77,7 +82,7 @@ class ServerInfo:
       disaggregation_mode: Role in disaggregated prefill, same as the flag.
       serves_kv_transfer: True if other servers may request KV cache.
       transfer_secret: Secret that they send; None if they need none.
-      adapters: Names of the LoRA adapters.
+      adapters: Folder of each LoRA adapter by its name; the server updates it in place.
     """
 
     model_name: str
@@ -107,7 +112,7 @@ class ServerInfo:
     disaggregation_mode: str = NONE
     serves_kv_transfer: bool = False
     transfer_secret: str | None = None
-    adapters: tuple[str, ...] = ()
+    adapters: dict[str, str] = field(default_factory=dict)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -152,8 +157,7 @@ class ServerInfo:
         }
         for name in ("host_names", "admin_host_names"):
             parts[name] = None if fields[name] is None else tuple(fields[name])
-        for name in ("allowed_origins", "adapters"):
-            parts[name] = tuple(fields[name])
+        parts["allowed_origins"] = tuple(fields["allowed_origins"])
         parts["observing"] = ObservingOptions(**fields["observing"])
         if (config := fields["images"]) is not None:
             lists = {name: tuple(config[name]) for name in ("mean", "deviation")}

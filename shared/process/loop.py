@@ -24,6 +24,7 @@ from shared import children
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.process import logs
+from shared.process.adapter_loads import AdapterHandler
 from shared.process.address import Listeners
 from shared.process.corpora import CorpusHandler
 from shared.process.disaggregation.kv_transfers import KVTransfers
@@ -40,7 +41,7 @@ from shared.process.signals import StopSignals, block_stop_signals
 from shared.process.watchdog import EXIT_FAILED, Watchdog
 
 IDLE_WAIT_S = 1.0  # socket and signals wake an idle engine; bound for a missed wake-up
-BUILDING_WAIT_S = 0.05  # polling interval while a corpus is built
+BUILDING_WAIT_S = 0.05  # polling interval while a corpus is built or an adapter is read
 COMPILING_WAIT_S = 0.002  # polling interval while a grammar is compiled, about its duration
 BEAT_S = 1.0  # interval of unrequested metrics snapshots
 SILENCE_GRACE_S = 5.0  # so that this process's watchdog reports first
@@ -106,6 +107,7 @@ def run(
     drain_timeout_s: float,
     grammars: GrammarQueue | None = None,
     transfers: KVTransfers | None = None,
+    adapters: AdapterHandler | None = None,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server process; ends both processes.
 
@@ -121,6 +123,7 @@ def run(
       drain_timeout_s: See above.
       grammars: Grammar compiler; None without structured output.
       transfers: Transfers of KV cache with other servers; None without disaggregated prefill.
+      adapters: LoRA adapters of the engine; None for an engine without a model.
 
     Returns:
       The exit code: 0 after a signal, 2 if the server rejected the configuration, else 1.
@@ -134,7 +137,7 @@ def run(
     link.send(facts.to_message())
     watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child, stop))
     try:
-        _Loop(engine, link, CorpusHandler(index), watchdog, grammars, transfers).run(stop)
+        _Loop(engine, link, CorpusHandler(index), watchdog, grammars, transfers, adapters).run(stop)
         reason, failed = stop.reason, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
@@ -247,9 +250,10 @@ class _Loop:
         watchdog: Watchdog,
         grammars: GrammarQueue | None,
         transfers: KVTransfers | None,
+        adapters: AdapterHandler | None,
     ) -> None:
         self._engine, self._link, self._grammars = engine, link, grammars
-        self._transfers = transfers
+        self._transfers, self._adapters = transfers, adapters
         self._corpora, self._watchdog = corpora, watchdog
         self._drains, self._is_drained = False, False
         self._next_beat = 0.0
@@ -263,6 +267,8 @@ class _Loop:
             "corpus_list": self._corpora.list,
             "drained": self._end_drain,
         }
+        if adapters is not None:
+            self._handlers |= {"lora_load": adapters.load, "lora_unload": adapters.unload}
         if transfers is not None:
             self._handlers["kv_transfer"] = partial(self._receive, transfers.export)
 
@@ -283,8 +289,9 @@ class _Loop:
                 self._link.send(["drain", stop.drain_timeout_s])
             for kind, *fields in self._link.read():
                 self._handlers[kind](*fields)
-            for answer in self._corpora.answers():
-                self._link.send(answer)
+            for handler in filter(None, (self._corpora, self._adapters)):
+                for answer in handler.answers():
+                    self._link.send(answer)
             if self._grammars is not None:
                 for request, refusal in self._grammars.ready():
                     self._add_ready(request, refusal)
@@ -318,7 +325,8 @@ class _Loop:
             return 0.0
         if self._grammars is not None and self._grammars.busy:
             return COMPILING_WAIT_S
-        return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
+        handlers = filter(None, (self._corpora, self._adapters))
+        return BUILDING_WAIT_S if any(each.busy for each in handlers) else IDLE_WAIT_S
 
     def _send(self, events: list[Event]) -> None:
         if events:

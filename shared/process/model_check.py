@@ -36,6 +36,7 @@ from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import GrammarQueue
 from shared.process.image_startup import VisionEncoder, find_vision_encoder
+from shared.process.ipc_messages import DEFAULT_NAME
 from shared.process.opened_models import (
     DraftFolder,
     OpenedDraft,
@@ -44,9 +45,6 @@ from shared.process.opened_models import (
     WeightSource,
     open_models,
 )
-
-DEFAULT_NAME = "default"
-"""Name of any served model in requests."""
 
 
 @dataclass(frozen=True, kw_only=True)

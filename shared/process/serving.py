@@ -12,6 +12,7 @@ from shared.boundary.kernel_coverage import fallback_gauges
 from shared.engine.checks import RequestLimits
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
+from shared.process.adapter_loads import AdapterHandler
 from shared.process.address import Listeners, admin_host, host_names
 from shared.process.disaggregation.kv_transfers import (
     KVTransfers,
@@ -86,8 +87,18 @@ def start_serving(
         chunk = start.memory.settled.prefill_chunk_size
         transfers = KVTransfers.of_options(options, records, served, engine.transfer, chunk)
     gc_freeze.freeze_gc()
+    adapters = AdapterHandler(engine.adapters, start.adapter_reader)
     return partial(
-        loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars, transfers
+        loop.run,
+        served,
+        facts,
+        listeners,
+        index,
+        watchdog,
+        drain_s,
+        start.grammars,
+        transfers,
+        adapters,
     )
 
 
@@ -142,5 +153,5 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         disaggregation_mode=options.disaggregation.disaggregation_mode,
         serves_kv_transfer=options.disaggregation.mode.serves,
         transfer_secret=options.disaggregation.secret(),
-        adapters=tuple(options.lora.folders),
+        adapters=options.lora.folders,
     )

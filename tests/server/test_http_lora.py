@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 
-from tests.support.http_fixtures import Server, save_tokenizer, serving
+from tests.support.http_fixtures import ADMIN_KEY, JSON, Server, save_tokenizer, serving
 from tests.support.lora_files import write_adapter
 from tests.support.tiny_models import write_tiny
 
@@ -27,7 +30,7 @@ def server() -> Iterator[Server]:
 
 def token_ids(server: Server, model: str | None, **fields: object) -> list[int]:
     named = {} if model is None else {"model": model}
-    answer = server.complete(**FIELDS, **named, return_token_ids=True, **fields)
+    answer = server.complete(**{**FIELDS, **fields}, **named, return_token_ids=True)
     assert answer["model"] == (model or "qwen3")
     return answer["choices"][0]["token_ids"]
 
@@ -116,3 +119,84 @@ def test_prefix_cache_is_not_shared_with_adapter(server: Server) -> None:
         True,
         True,
     ]
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.matrix)])
+def open_server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server that starts without adapters, on the reference backend or on two torch ranks."""
+    module = "torch_impl.serve" if request.param == 2 else "tests.support.serve_reference"
+    words = ["-m", module, *COMMAND[2:], "--tp-size", str(request.param)]
+    words += ["--model-path", str(GOLDEN / "qwen3"), "--dtype", "float32"]
+    pool = ["--max-lora-rank", "4", "--lora-target-modules", "all", "--max-loras-per-batch", "1"]
+    with serving([*words, *pool, "--admin-api-key", ADMIN_KEY]) as it:
+        yield it
+
+
+def change(server: Server, route: str, key: str | None = ADMIN_KEY, **body: str) -> httpx.Response:
+    headers = {**JSON, "authorization": f"Bearer {key}".encode()} if key else JSON
+    url, content = f"{server.url}/{route}_lora_adapter", json.dumps(body)
+    return httpx.post(url, content=content, headers=headers, timeout=60)
+
+
+def test_adapters_are_loaded_and_unloaded(open_server: Server, server: Server) -> None:
+    """One slot serves two adapters in turn, with the texts of a server that named them."""
+    names = ("qwen3_lora", "qwen3_lora_part")
+    folders = {name: str(GOLDEN / name) for name in names}
+    want = {name: token_ids(server, name) for name in ("qwen3", *names)}
+    for name in names:
+        found = change(open_server, "load", lora_name=name, lora_path=folders[name])
+        assert found.status_code == 200, found.text
+    assert found.json() == {"success": True, "loaded_adapters": folders}
+    cards = httpx.get(f"{open_server.url}/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["qwen3", *names]
+    assert {name: token_ids(open_server, name) for name in (*names, "qwen3")} == want
+    again = change(open_server, "load", lora_name="qwen3_lora", lora_path=folders["qwen3_lora"])
+    assert again.json()["loaded_adapters"] == folders
+    other = change(open_server, "load", lora_name="qwen3_lora", lora_path=folders[names[1]])
+    assert other.status_code == 400
+    assert "is loaded with other files; unload it first" in other.json()["error"]["message"]
+    gone = change(open_server, "unload", lora_name="qwen3_lora")
+    assert gone.json() == {"success": True, "loaded_adapters": {names[1]: folders[names[1]]}}
+    missing = open_server.post("/v1/completions", **FIELDS, model="qwen3_lora")
+    assert missing.status_code == 404
+    change(open_server, "load", lora_name="qwen3_lora", lora_path=folders[names[1]])
+    assert token_ids(open_server, "qwen3_lora") == want[names[1]]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "words"),
+    [
+        ("load", {"lora_name": "x"}, "lora_path", "is missing"),
+        ("load", {"lora_name": "x", "lora_path": "/nowhere"}, "lora_path", "adapter_config.json"),
+        ("load", {"lora_name": "qwen3", "lora_path": "/x"}, "lora_name", "a name of the model"),
+        ("load", {"lora_name": "", "lora_path": "/x"}, "lora_name", "at least 1"),
+        ("unload", {"lora_name": "x"}, "lora_name", "'x' is not loaded"),
+    ],
+)
+def test_invalid_adapter_changes_return_400(
+    route: str, body: dict[str, str], param: str, words: str, open_server: Server
+) -> None:
+    found = change(open_server, route, **body)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == param
+    assert words in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["load", "unload"])
+def test_adapter_changes_without_key_return_401(route: str, open_server: Server) -> None:
+    assert change(open_server, route, None, lora_name="x", lora_path="y").status_code == 401
+
+
+def test_unload_waits_for_running_request(open_server: Server) -> None:
+    """A stream of the adapter ends whole, and requests after the unload began get 404."""
+    folder = str(GOLDEN / "qwen3_lora")
+    change(open_server, "load", lora_name="busy", lora_path=folder)
+    want = token_ids(open_server, "busy", max_tokens=80)
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(token_ids, open_server, "busy", max_tokens=80)
+        time.sleep(0.1)
+        unloading = pool.submit(change, open_server, "unload", lora_name="busy")
+        assert unloading.result().status_code == 200
+        assert running.done()
+        assert running.result() == want
+    assert open_server.post("/v1/completions", **FIELDS, model="busy").status_code == 404

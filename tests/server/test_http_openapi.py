@@ -31,6 +31,8 @@ from tests.support.http_fixtures import (
 ROUTES = {
     "/": "get",
     "/add_external_corpus": "post",
+    "/load_lora_adapter": "post",
+    "/unload_lora_adapter": "post",
     "/capabilities": "get",
     "/detokenize": "post",
     "/health": "get",

@@ -1,4 +1,4 @@
-"""Admin routes: external corpora of the n-gram drafter."""
+"""Admin routes: external corpora of the n-gram drafter, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from shared.engine.checks import check_ids
 from shared.engine.request import InvalidRequestError
+from shared.process.ipc_messages import DEFAULT_NAME
 from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.transport import read_json
@@ -71,6 +72,19 @@ class RemoveCorpus(Strict):
     corpus_id: Text
 
 
+class AdapterToLoad(Strict):
+    """Body of /load_lora_adapter, as in SGLang."""
+
+    lora_name: Annotated[Text, Field(min_length=1, max_length=200)]
+    lora_path: Annotated[Text, Field(min_length=1)]
+
+
+class AdapterToUnload(Strict):
+    """Body of /unload_lora_adapter, as in SGLang."""
+
+    lora_name: Text
+
+
 class AdminRoutes:
     """Handlers of the admin routes; each requires the admin key."""
 
@@ -96,6 +110,30 @@ class AdminRoutes:
         self._check_key(request)
         return await self._answer("corpus_list")
 
+    async def load_adapter(self, request: Request) -> Response:
+        """POST /load_lora_adapter; responds once requests may name the adapter."""
+        self._check_key(request)
+        body, facts = parse_plain(await read_json(request), AdapterToLoad), self._client.facts
+        if body.lora_name in (facts.model_name, DEFAULT_NAME):
+            reason = f"{body.lora_name!r:.200} is a name of the model; choose another one"
+            raise ApiError(400, reason, "lora_name")
+        return await self._adapters("lora_load", body.lora_name, body.lora_path)
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """POST /unload_lora_adapter; responds once the requests of the adapter have ended."""
+        self._check_key(request)
+        name = parse_plain(await read_json(request), AdapterToUnload).lora_name
+        self._client.facts.adapters.pop(name, None)  # no further requests
+        return await self._adapters("lora_unload", name)
+
+    async def _adapters(self, *message: str) -> Response:
+        """Sends a message; returns the adapters, which the routes serve from then on."""
+        loaded, served = await self._ask(message), self._client.facts.adapters
+        served.clear()
+        served.update(loaded)
+        answer = {"success": True, "loaded_adapters": loaded}
+        return Response(json.dumps(answer), media_type="application/json")
+
     def _check_key(self, request: Request) -> None:
         key = self._client.facts.admin_api_key
         if key is None:
@@ -106,13 +144,16 @@ class AdminRoutes:
             raise ApiError(401, reason, code="invalid_api_key")
 
     async def _answer(self, *message: Any) -> Response:
+        corpora = await self._ask(message)
+        return Response(json.dumps({"corpora": corpora}), media_type="application/json")
+
+    async def _ask(self, message: Sequence[Any]) -> dict[str, Any]:
         try:
-            corpora = await self._client.ask(*message)
+            return await self._client.ask(*message)
         except RequestRejected as error:
             raise ApiError(400, str(error), error.field) from error
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
-        return Response(json.dumps({"corpora": corpora}), media_type="application/json")
 
 
 async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -> None:

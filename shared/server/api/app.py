@@ -26,7 +26,13 @@ from shared.server.api.access_middleware import (
     HeaderSizeLimit,
     HostMiddleware,
 )
-from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
+from shared.server.api.admin import (
+    AdapterToLoad,
+    AdapterToUnload,
+    AddCorpus,
+    AdminRoutes,
+    RemoveCorpus,
+)
 from shared.server.api.error_responses import error_response
 from shared.server.api.kv_transfer import KVTransferRequest, KVTransferRoutes
 from shared.server.api.messages_routes import MessagesRoutes
@@ -349,6 +355,18 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
             handler=handler,
             bodies=(body,),
             answer=answers.CorpusList,
+            errors=(503,),
+        )
+    for path, handler, body in (
+        ("/load_lora_adapter", admin.load_adapter, AdapterToLoad),
+        ("/unload_lora_adapter", admin.unload_adapter, AdapterToUnload),
+    ):
+        yield Route(
+            path=path,
+            method="POST",
+            handler=handler,
+            bodies=(body,),
+            answer=answers.AdapterList,
             errors=(503,),
         )
     yield Route(

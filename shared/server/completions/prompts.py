@@ -13,7 +13,7 @@ from shared.engine.image_inputs import PromptImage
 from shared.images.placeholders import expanded
 from shared.models.sentence_list import sentence_list
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
-from shared.process.ipc_messages import ServerInfo
+from shared.process.ipc_messages import DEFAULT_NAME, ServerInfo
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.body_thread import BodyParsingThread
@@ -200,7 +200,7 @@ def adapter_of(name: str | None, facts: ServerInfo) -> str:
     """
     if name in facts.adapters:
         return str(name)
-    if name not in (None, "default", facts.model_name):
+    if name not in (None, DEFAULT_NAME, facts.model_name):
         served = sentence_list(map(repr, (facts.model_name, *facts.adapters)), "and")
         message = f"the model {name!r:.200} does not exist; this server has {served}"
         raise ApiError(404, message, "model", "model_not_found")

@@ -86,12 +86,12 @@ class EngineClient:
         self._submissions: dict[int, Submission] = {}  # of the requests that have not ended
         self._metrics: dict[str, float] = {}
         self._metrics_waiters: list[asyncio.Future[None]] = []
-        self._tickets: dict[int, asyncio.Future[dict[str, int]]] = {}
+        self._tickets: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._handlers = {
             "step": self._take_step,
             "refused": self._take_rejection,
             "metrics": self._take_metrics,
-            "corpora": self._take_corpora,
+            "reply": self._take_reply,
             "drain": self._take_drain,
             "kv_ticket": self._take_ticket,
             "end": self._take_end,
@@ -194,8 +194,9 @@ class EngineClient:
         await asyncio.wait(pending, timeout=METRICS_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         return self._metrics
 
-    async def ask(self, kind: str, *fields: Any) -> dict[str, int]:
-        """Sends a message about external corpora; returns the tokens of each, by name.
+    async def ask(self, kind: str, *fields: Any) -> dict[str, Any]:
+        """Sends a message of an admin route; returns the tokens of each external corpus, or the
+        folder of each LoRA adapter, by name.
 
         Raises:
           RequestRejected: The message is invalid.
@@ -322,8 +323,8 @@ class EngineClient:
         if submission:
             submission.put(NoRecordError(reason, message) if ticket is None else ticket)
 
-    def _take_corpora(
-        self, ticket: int, held: dict[str, int], reason: str | None, field: str | None
+    def _take_reply(
+        self, ticket: int, held: dict[str, Any], reason: str | None, field: str | None
     ) -> None:
         waiter = self._tickets.pop(ticket)
         if waiter.done():  # the caller was cancelled

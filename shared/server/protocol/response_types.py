@@ -405,6 +405,13 @@ class KVTicket(ResponseModel):
     header: dict[str, Any]
 
 
+class AdapterList(ResponseModel):
+    """Folder of each LoRA adapter."""
+
+    success: bool
+    loaded_adapters: dict[str, str]
+
+
 class CorpusList(ResponseModel):
     """Number of tokens of each external corpus."""
 
