@@ -1,6 +1,7 @@
 """`python -m jax_impl.train` end to end: its output can be served and loaded elsewhere."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -196,10 +197,15 @@ def test_train_resumes_and_rejects_other_settings(target, data, capsys):
         pytest.param("dflash2", marks=pytest.mark.matrix),
     ],
 )
-def test_trained_head_serves_with_plain_output(target, data, answers, kind, tmp_path):
+def test_trained_head_serves_with_plain_output(target, data, answers, kind, tmp_path, capsys):
     out = tmp_path / kind
     assert trained_head(target, data, answers, kind, out) == 0
     assert "acceptance_length" in log_of(out)[-1]
+    shapes = ["chain", "tree 16", "tree 32", "tree 64"] if kind in ("dflash", "jetspec") else []
+    printed = re.findall(r"(chain|tree \d+) ([\d.]+)", capsys.readouterr().out)
+    assert [shape for shape, _ in printed] == shapes
+    trees = [float(length) for _, length in printed[1:]]
+    assert trees == sorted(trees)  # a smaller tree is the beginning of a larger one
     config, prompt = config_from_folder(target), [65, 66, 67]
     plain = text_of(target, "none", prompt)
     if kind == "mtp":
