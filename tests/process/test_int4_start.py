@@ -48,6 +48,10 @@ MORE = [
     ("torch", "AWQ", "qwen3_moe", ()),
     ("torch", "GPTQ, desc_act", "qwen3_5", ()),
     ("torch", "compressed-tensors, asymmetric", "deepseek_v3", ()),
+    ("torch", "compressed-tensors", "gemma4", NGRAM),
+    ("torch", "GPTQ", "gemma4", ()),
+    ("torch", "AWQ", "gemma4_moe", NGRAM),
+    ("jax", "compressed-tensors", "gemma4_moe", ()),
 ]
 
 
