@@ -76,6 +76,11 @@ class AdapterSlots:
         self.num_loads = 0
 
     @property
+    def has_slots(self) -> bool:
+        """True if requests may have adapters."""
+        return bool(self._slots)
+
+    @property
     def num_held(self) -> int:
         """Holders of slots: running requests with an adapter."""
         return sum(slot.num_users for slot in self._slots)

@@ -21,7 +21,7 @@ from shared.engine.controller import Controller, Gauges
 from shared.engine.encoder_cache import EncoderCache
 from shared.engine.image_inputs import MropePositions
 from shared.engine.kv_transfer import KVTransfer
-from shared.engine.metrics import Metrics
+from shared.engine.metrics import REQUESTS, Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, InvalidRequestError, Request
@@ -134,6 +134,7 @@ class Engine:
                 **_simulated_acceptance(capacity),
                 **_image_gauges(self.images),
                 **_transfer_gauges(self.transfer),
+                **_adapter_gauges(self.adapters),
             },
             capacity.max_depth,
         )
@@ -294,6 +295,8 @@ class Engine:
             nodes = result.num_nodes.tolist()
             drafted, accepted = ([of[row] - 1 for row in committed] for of in (nodes, counts))
             self.metrics.count_drafts(drafted, accepted)
+            adapters = [rows.requests[row].adapter for row in committed]
+            self.metrics.count_adapter_drafts(adapters, drafted, accepted)
         return events
 
     @staticmethod
@@ -356,6 +359,8 @@ class Engine:
         self.adapters.leave(request)
         self.cache.transfers.leave(request.request_id)
         self.metrics.count_end(reason)
+        if request.adapter is not None:
+            self.metrics.count_adapter(REQUESTS, request.adapter, 1)
 
 
 def _last_event(request: Request, error: str) -> Event:
@@ -423,6 +428,15 @@ def _transfer_gauges(transfer: KVTransfer | None) -> Gauges:
     return {
         "kv_transfer_exported_tokens_total": lambda: transfer.num_exported,
         "kv_transfer_imported_tokens_total": lambda: transfer.num_imported,
+    }
+
+
+def _adapter_gauges(adapters: AdapterSlots) -> Gauges:
+    if not adapters.has_slots:
+        return {}
+    return {
+        "lora_adapters": lambda: len(adapters.folders),
+        "lora_loads_total": lambda: adapters.num_loads,
     }
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from shared.boundary.program import LaunchMode, StepKind
-from shared.engine.request import FinishReason
+from shared.engine.request import AdapterVersion, FinishReason
+
+_NO_LABEL = re.compile(r'["\\\n]')
+"""Characters of a name that a label replaces."""
+
+MAX_ADAPTERS = 64
+"""Adapters with counters of their own; further ones are counted together."""
+
+OTHER_ADAPTERS = "other"
+"""Value of the label `lora_name` of further adapters."""
 
 
 class Metrics:
@@ -24,6 +34,7 @@ class Metrics:
         self._positions = [_accepted(position) for position in range(max_depth)]
         names = (*_COUNTERS, *self._positions)
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
+        self._adapters: dict[str, str] = {}
 
     def show(self, gauges: Mapping[str, Callable[[], float]]) -> None:
         """Adds gauges."""
@@ -46,6 +57,30 @@ class Metrics:
     def count_end(self, reason: FinishReason) -> None:
         """Counts a finished request by its finish reason."""
         self._counters[_success(reason)] += 1
+
+    def count_adapter(self, name: str, adapter: AdapterVersion, number: int) -> None:
+        """Adds to a counter of an adapter; see `ADAPTER_COUNTERS`."""
+        self._counters[f"{name}{{{self._label_of(adapter.name)}}}"] += number
+
+    def count_adapter_drafts(
+        self,
+        adapters: Sequence[AdapterVersion | None],
+        drafted: Sequence[int],
+        accepted: Sequence[int],
+    ) -> None:
+        """Counts the draft tokens of rows with adapters; see `count_drafts`."""
+        for adapter, tokens, taken in zip(adapters, drafted, accepted, strict=True):
+            if adapter is not None:
+                self.count_adapter(DRAFT_TOKENS, adapter, tokens)
+                self.count_adapter(ACCEPTED_TOKENS, adapter, taken)
+
+    def _label_of(self, adapter: str) -> str:
+        """Returns the label of an adapter, which it keeps."""
+        if adapter not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+            adapter = OTHER_ADAPTERS
+        if adapter not in self._adapters:
+            self._adapters[adapter] = f'lora_name="{_NO_LABEL.sub("_", adapter)}"'
+        return self._adapters[adapter]
 
     def count_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Counts the draft tokens of several rows at once, to save host time between steps.
@@ -79,6 +114,13 @@ def _accepted(position: int) -> str:
 def _steps(work: StepKind, launch: LaunchMode) -> str:
     return f'engine_steps_total{{kind="{work.value}",launch="{launch.value}"}}'
 
+
+ADAPTER_COUNTERS = REQUESTS, DRAFT_TOKENS, ACCEPTED_TOKENS = (
+    "lora_requests_total",
+    "lora_spec_decode_num_draft_tokens_total",
+    "lora_spec_decode_num_accepted_tokens_total",
+)
+"""Counters by adapter: requests that ended, draft tokens and accepted draft tokens."""
 
 _COUNTERS = (
     "prompt_tokens_total",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.engine.metrics import MAX_ADAPTERS, REQUESTS, Metrics
+from shared.engine.request import AdapterVersion
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from tests.support.lora_engine import GREEDY, SAMPLED, engine_of, request, texts
@@ -109,3 +111,30 @@ def test_unknown_adapter_raises(folders: dict[str, Path]) -> None:
     engine = engine_of(folders[""])
     with pytest.raises(ValueError, match="adapter 'third' is not loaded"):
         engine.add(request(0, "third"))
+
+
+def test_metrics_count_requests_and_drafts_by_adapter(folders: dict[str, Path]) -> None:
+    named = [f"{name}={folders[name]}" for name in NAMES]
+    engine = engine_of(folders[""], ["--lora-paths", *named, *DRAFTERS["NEXTN"]])
+    outcomes = drive(engine, [request(i, x) for i, x in enumerate(("first", "", "first"))])
+    found = engine.metrics.snapshot()
+    label = '{lora_name="first"}'
+    assert found[f"lora_requests_total{label}"] == 2
+    accepted = sum(sum(outcomes[i].accepted) for i in (0, 2))
+    assert found[f"lora_spec_decode_num_accepted_tokens_total{label}"] == accepted
+    drafted = found[f"lora_spec_decode_num_draft_tokens_total{label}"]
+    assert accepted <= drafted < found["spec_decode_num_draft_tokens_total"]
+    assert found["lora_adapters"] == 2
+    assert found["lora_loads_total"] == 1
+    assert 'lora_requests_total{lora_name="second"}' not in found
+
+
+def test_adapter_metrics_have_bounded_labels() -> None:
+    metrics = Metrics({}, 1)
+    for i in range(MAX_ADAPTERS + 5):
+        metrics.count_adapter(REQUESTS, AdapterVersion(f'a"{i}', "1"), 1)
+    metrics.count_adapter(REQUESTS, AdapterVersion('a"0', "1"), 1)
+    found = {name: n for name, n in metrics.snapshot().items() if name.startswith(REQUESTS)}
+    assert len(found) == MAX_ADAPTERS + 1
+    assert found[f'{REQUESTS}{{lora_name="other"}}'] == 5
+    assert found[f'{REQUESTS}{{lora_name="a_0"}}'] == 2

@@ -62,6 +62,13 @@ HELP = {
     "ngram_index_entries": "N-grams that are stored.",
     "ngram_corpora": "External corpora that are stored.",
     "ngram_corpus_tokens": "Tokens of all external corpora.",
+    # LoRA.
+    "lora_adapters": "LoRA adapters that requests may name.",
+    "lora_loads_total": "Loads of LoRA adapters into slots of device memory.",
+    "lora_requests_total": "Requests of a LoRA adapter that ended, by lora_name; other: all "
+    "adapters after the first 64.",
+    "lora_spec_decode_num_draft_tokens_total": "Draft tokens that were verified, by lora_name.",
+    "lora_spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted, by lora_name.",
     # Disaggregated prefill, --disaggregation-mode.
     "kv_transfer_records_total": "Transferred KV cache records, by direction (sent or received) "
     "and backend.",
