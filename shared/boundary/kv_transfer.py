@@ -28,7 +28,7 @@ from jaxtyping import Int32
 from shared.boundary.transfer_spec import WORD_BYTES, Arrays, TransferSpec
 from shared.models.cache_spec import ITEM_BYTES
 
-VERSION = 1
+VERSION = 2
 """Version of header and body."""
 
 DIGEST_BYTES = 32
@@ -104,7 +104,8 @@ class TransferHeader:
     Attributes:
       version: Format of header and body.
       fingerprint: Hex digest of everything that both servers must have in common.
-      tenant: Cache namespace.
+      tenant, adapter, adapter_version: Cache namespace: the tenant, and name and digest of the LoRA
+        adapter, empty for the base model.
       tokens: Tokens of the pages, and the lookahead of the cache key.
       images: Images with a token among them.
       page_size, num_pages: Tokens of a page, and number of full pages.
@@ -116,6 +117,8 @@ class TransferHeader:
     version: int
     fingerprint: str
     tenant: str
+    adapter: str
+    adapter_version: str
     tokens: Int32[np.ndarray, " T"]
     images: tuple[TransferImage, ...]
     page_size: int
@@ -193,7 +196,7 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "version": VERSION,
         "fingerprint": str(given["fingerprint"]),
-        "tenant": str(given["tenant"]),
+        **{x: str(given[x]) for x in ("tenant", "adapter", "adapter_version")},
         "tokens": tokens.astype(np.int32),
         "images": images,
         "page_size": page_size,

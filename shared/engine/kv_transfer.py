@@ -39,6 +39,7 @@ from shared.engine.transfer_jobs import (
     TransferPrograms,
     TransferStep,
     TransferSteps,
+    namespace_of,
 )
 
 Tokens = Sequence[int] | Int32[np.ndarray, " T"]
@@ -95,31 +96,33 @@ class KVTransfer:
         self._jobs = [job for job in self._jobs if job.is_open]
         return bool(self._jobs)
 
-    def match(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> int:
+    def match(
+        self, tokens: Tokens, namespace: CacheNamespace, images: Sequence[CacheKeyImage]
+    ) -> int:
         """Returns the cached tokens after which a request with these tokens could start now."""
-        return len(self._path(tokens, tenant, images)) * self._capacity.page_size
+        return len(self._path(tokens, namespace, images)) * self._capacity.page_size
 
     def begin_export(
         self,
         tokens: Tokens,
-        tenant: str,
+        namespace: CacheNamespace,
         images: Sequence[CacheKeyImage],
         allocate: Callable[[int], memoryview] = host_memory,
     ) -> ExportJob | None:
         """Begins to export the longest cached prefix of a prompt after which its request can start.
 
         Args:
-          tokens, tenant, images: The prompt.
+          tokens, namespace, images: The prompt.
           allocate: Returns memory for the bytes of a record; raises its own errors.
 
         Returns:
           The job; None if there is no such prefix.
         """
-        path = self._path(tokens, tenant, images)
+        path = self._path(tokens, namespace, images)
         if not path:
             return None
         snapshot = path[-1].snapshot if self._cache.needs_snapshot else NO_SNAPSHOT
-        header = self._header(path, tokens, tenant, images, has_snapshot=bool(snapshot))
+        header = self._header(path, tokens, namespace, images, has_snapshot=bool(snapshot))
         windows = self._cache.tree.window_pages(path)
         tables = [np.array([node.page for node in path], np.int32)]
         tables += [_at_end(pages, len(path)) for pages in windows]
@@ -154,7 +157,7 @@ class KVTransfer:
         """
         header = record.header
         self._check(header)
-        path = self._cache.tree.path(CacheNamespace(header.tenant), header.tokens, header.images)
+        path = self._cache.tree.path(namespace_of(header), header.tokens, header.images)
         if len(path) == header.num_pages == self._cache.num_restorable(path):
             tables = self._nothing
             steps = TransferSteps(self._imports, tables, 0, NO_SNAPSHOT)
@@ -200,9 +203,10 @@ class KVTransfer:
     def _pools(self) -> tuple[PagePool, ...]:
         return self._cache.allocator.pools
 
-    def _path(self, tokens: Tokens, tenant: str, images: Sequence[CacheKeyImage]) -> list[Node]:
+    def _path(
+        self, tokens: Tokens, namespace: CacheNamespace, images: Sequence[CacheKeyImage]
+    ) -> list[Node]:
         """Returns the longest cached prefix after which a request with these tokens can start."""
-        namespace = CacheNamespace(tenant)
         path = self._cache.tree.path(namespace, np.asarray(tokens, np.int32), images)
         path = path[: (len(tokens) - 1) // self._capacity.page_size]  # it prefills a token or more
         return path[: self._cache.num_restorable(path)]
@@ -211,7 +215,7 @@ class KVTransfer:
         self,
         path: Sequence[Node],
         tokens: Tokens,
-        tenant: str,
+        namespace: CacheNamespace,
         images: Sequence[CacheKeyImage],
         *,
         has_snapshot: bool,
@@ -222,7 +226,9 @@ class KVTransfer:
         return TransferHeader(
             version=VERSION,
             fingerprint=self.fingerprint,
-            tenant=tenant,
+            tenant=namespace.tenant,
+            adapter=namespace.adapter,
+            adapter_version=namespace.version,
             tokens=np.array(tokens[:end], np.int32),
             images=tuple(TransferImage(x.first, x.end - x.first, x.digest) for x in named),
             page_size=page_size,

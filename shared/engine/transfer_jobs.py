@@ -132,6 +132,11 @@ class TransferContext:
         self.num_exported = self.num_imported = 0
 
 
+def namespace_of(header: TransferHeader) -> CacheNamespace:
+    """Returns the cache namespace of a record."""
+    return CacheNamespace(header.tenant, header.adapter, header.adapter_version)
+
+
 class TransferJob:
     """An export or import in progress.
 
@@ -271,7 +276,7 @@ class ImportJob(TransferJob):
         """Holds the imported prefix, if this was requested."""
         if self._holds:
             header, cache = self.header, self._context.cache
-            namespace = CacheNamespace(header.tenant)
+            namespace = namespace_of(header)
             path = cache.tree.path(namespace, header.tokens, header.images)
             self.held = cache.transfers.hold(path[: header.num_pages])
 
@@ -288,7 +293,7 @@ class ImportJob(TransferJob):
 
     def _finish(self) -> None:
         header, tree = self.header, self._context.cache.tree
-        salt, tokens, images = CacheNamespace(header.tenant), header.tokens, header.images
+        salt, tokens, images = namespace_of(header), header.tokens, header.images
         pages, *windows = self._tables
         node = tree.insert(salt, None, tokens, pages, header.is_whole, images, is_running=False)
         if windows:

@@ -22,16 +22,4 @@ DISAGGREGATION_RULES = (
             drafter="NEXTN", flags=flags_of("--disaggregation-mode prefill --disable-radix-cache")
         ),
     ),
-    Rule(
-        applies=lambda s: (
-            s.options.disaggregation.mode is not DisaggregationMode.NONE
-            and bool(s.options.lora.folders)
-        ),
-        reason="--disaggregation-mode {transfer_mode} is not supported with --lora-paths: records "
-        "of KV cache do not name an adapter",
-        hint="remove one of them",
-        example=Example(
-            drafter="NEXTN", flags=flags_of("--disaggregation-mode prefill --lora-paths a=folder")
-        ),
-    ),
 )

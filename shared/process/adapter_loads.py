@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from shared.engine.adapter_slots import AdapterSlots, HostAdapter
-from shared.engine.request import InvalidRequestError
+from shared.engine.request import InvalidRequestError, Request
 from shared.process.adapters import AdapterReader
 
 Orders = SimpleQueue[tuple[Future[HostAdapter], AdapterReader, str, str]]
@@ -42,6 +42,15 @@ class AdapterHandler:
     def busy(self) -> bool:
         """True while an adapter is read or waits for its requests to end."""
         return bool(self._reading or self._leaving)
+
+    def assign(self, request: Request) -> None:
+        """Sets the adapter of a new request.
+
+        Raises:
+          InvalidRequestError: The adapter that it names is not loaded.
+        """
+        if request.sampling.lora:
+            request.adapter = self._slots.find(request.sampling.lora)
 
     def load(self, ticket: int, name: str, folder: str) -> None:
         """Starts to read an adapter."""

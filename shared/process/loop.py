@@ -332,11 +332,16 @@ class _Loop:
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
-    @staticmethod
-    def _receive(take: Callable[[Request], None], *fields: Any) -> None:
-        """Calls a function with each request of a message."""
+    def _receive(self, take: Callable[[Request], None], *fields: Any) -> None:
+        """Calls a function with each request of a message; its adapter is known from here on."""
         for request in requests_of(*fields):
-            take(request)
+            try:
+                if self._adapters is not None:
+                    self._adapters.assign(request)
+            except InvalidRequestError as error:
+                self._refuse(request, error)
+            else:
+                take(request)
 
     def _add(self, request: Request) -> None:
         if self._grammars is not None and request.sampling.grammar is not None:

@@ -38,6 +38,8 @@ def record_of(family: str, windows: tuple[int, ...] = ()) -> TransferRecord:
         version=VERSION,
         fingerprint="abc",
         tenant="t",
+        adapter="a",
+        adapter_version="1",
         tokens=np.arange(PAGES * PAGE_SIZE + 1, dtype=np.int32),
         images=(TransferImage(3, 8, bytes(range(32))),),
         page_size=PAGE_SIZE,
@@ -119,7 +121,7 @@ def test_body_of_other_size_is_rejected(change):
 
 
 BAD = {
-    "version": ("version", {"version": 2}),
+    "version": ("version", {"version": 1}),
     "no version": ("version", {"version": None}),
     "pages": ("header", {"num_pages": 6}),
     "flags": ("header", {"is_whole": [1]}),

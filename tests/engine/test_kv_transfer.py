@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, rule
 from shared.boundary.kv_transfer import TransferHeader, TransferRecord, TransferRejected
 from shared.boundary.transfer_spec import TRANSFERS
 from shared.engine.engine import Engine
+from shared.engine.request import CacheNamespace
 from shared.engine.transfer_jobs import CANCELLED, ImportJob
 from tests.support.cached_traffic import (
     KINDS,
@@ -26,7 +27,7 @@ from tests.support.cached_traffic import (
 )
 from tests.support.run_engine import checked_step, drive
 
-PROMPT = 200
+PROMPT, BASE = 200, CacheNamespace("")
 HIT = {kind: 192 if "hybrid" in kind else 196 for kind in KINDS}
 """Tokens of a prompt of 200 that a request can skip, in pages of 4 tokens; states are at 64."""
 
@@ -36,9 +37,8 @@ def finish(engine: Engine) -> None:
         checked_step(engine)
 
 
-def exported(engine: Engine, prompt: list[int], tenant: str = "") -> TransferRecord:
-    job = engine.transfer.begin_export(prompt, tenant, ())
-    assert job is not None
+def exported(engine: Engine, prompt: list[int], owner: CacheNamespace = BASE) -> TransferRecord:
+    job = engine.transfer.begin_export(prompt, owner, ())
     finish(engine)
     assert job.is_done
     return job.record
@@ -70,10 +70,10 @@ def filled(kind: str, prompt: list[int], **how) -> Engine:
 def test_imported_prefix_is_cache_hit(kind, overlap):
     prompt = tokens(1, PROMPT)
     source, sink = filled(kind, prompt), make(kind, overlap=overlap)
-    assert sink.transfer.match(prompt, "", ()) == 0
+    assert sink.transfer.match(prompt, BASE, ()) == 0
     record = received(exported(source, prompt))
     assert record.num_tokens == imported(sink, record).num_tokens >= HIT[kind] > 0
-    assert sink.transfer.match(prompt, "", ()) == HIT[kind]
+    assert sink.transfer.match(prompt, BASE, ()) == HIT[kind]
     again = request(prompt)
     serve(sink, again)
     assert again.cached_tokens == HIT[kind]
@@ -148,7 +148,7 @@ def test_cancel_after_any_step_leaks_nothing(kind):
             engine = source if direction == "export" else make(kind, overlap=2)
             transfer = engine.transfer
             job = (
-                transfer.begin_export(prompt, "", ())
+                transfer.begin_export(prompt, BASE, ())
                 if direction == "export"
                 else transfer.begin_import(record, holds=False)
             )
@@ -170,7 +170,7 @@ def test_cancel_after_any_step_leaks_nothing(kind):
 def test_closed_engine_cancels_jobs():
     prompt = tokens(1, PROMPT)
     source = filled("hybrid", prompt)
-    job = source.transfer.begin_export(prompt, "", ())
+    job = source.transfer.begin_export(prompt, BASE, ())
     source.close()
     assert job.failed == CANCELLED
     assert not source.cache.transfers.leases
@@ -182,13 +182,13 @@ def test_export_pins_pages_and_snapshot(kind):
     prompt = tokens(1, PROMPT)
     want = exported(filled(kind, prompt), prompt)
     source = filled(kind, prompt, step_bytes=32, overlap=0)
-    job = source.transfer.begin_export(prompt, "", ())
+    job = source.transfer.begin_export(prompt, BASE, ())
     drive(source, crowd_of(24))
     assert job.is_done
     assert b"".join(job.record.parts()) == b"".join(want.parts())
     other = filled(kind, prompt)
     drive(other, crowd_of(24))
-    assert other.transfer.begin_export(prompt, "", ()) is None, "the crowd was too small"
+    assert other.transfer.begin_export(prompt, BASE, ()) is None, "the crowd was too small"
 
 
 def crowd_of(count: int) -> list:
@@ -221,11 +221,11 @@ def test_record_depends_on_tenant():
     prompt = tokens(1, PROMPT)
     engine = make("head")
     serve(engine, request(prompt, tenant="a"))
-    assert engine.transfer.begin_export(prompt, "", ()) is None
+    assert engine.transfer.begin_export(prompt, BASE, ()) is None
     sink = make("head")
-    imported(sink, exported(engine, prompt, "a"))
-    assert sink.transfer.match(prompt, "", ()) == 0
-    assert sink.transfer.match(prompt, "a", ()) == HIT["head"]
+    imported(sink, exported(engine, prompt, CacheNamespace("a")))
+    assert sink.transfer.match(prompt, BASE, ()) == 0
+    assert sink.transfer.match(prompt, CacheNamespace("a"), ()) == HIT["head"]
 
 
 def test_incomplete_draft_kv_travels_with_record():
@@ -244,10 +244,10 @@ def test_incomplete_draft_kv_travels_with_record():
 
 def test_sequence_without_restorable_prefix_is_not_exported():
     engine = make("hybrid")
-    assert engine.transfer.begin_export(tokens(1, 100), "", ()) is None
+    assert engine.transfer.begin_export(tokens(1, 100), BASE, ()) is None
     serve(engine, request(tokens(1, 60)))
     assert engine.cache.num_pages > 0
-    assert engine.transfer.begin_export(tokens(1, 60), "", ()) is None
+    assert engine.transfer.begin_export(tokens(1, 60), BASE, ()) is None
 
 
 # Rejected records
@@ -314,7 +314,7 @@ def test_import_leaves_pages_of_running_requests():
     assert caught.value.reason == "no_pages"
     finish(sink)
     imported(sink, record)
-    assert sink.transfer.match(prompt, "", ()) == HIT["plain model"]
+    assert sink.transfer.match(prompt, BASE, ()) == HIT["plain model"]
 
 
 # Held prefixes
@@ -337,11 +337,11 @@ def test_held_prefix_survives_other_imports(kind):
     with pytest.raises(TransferRejected) as caught:
         sink.transfer.begin_import(second, holds=True)
     assert caught.value.reason == "no_pages"
-    assert sink.transfer.match(prompts[0], "", ()) == HIT[kind]
+    assert sink.transfer.match(prompts[0], BASE, ()) == HIT[kind]
     sink.abort(-1)
     assert not sink.transfer.is_holding
     imported(sink, second)
-    assert sink.transfer.match(prompts[0], "", ()) < HIT[kind]
+    assert sink.transfer.match(prompts[0], BASE, ()) < HIT[kind]
     give_back_all(sink.cache)
 
 
@@ -369,8 +369,8 @@ def test_request_ahead_releases_held_prefixes(kind):
         finish(sink)
         sink.transfer.assign(job, [-1])
     serve(sink, request(tokens(3, PROMPT)))
-    assert sink.transfer.match(prompts[0], "", ()) == HIT[kind]
-    assert sink.transfer.match(prompts[1], "", ()) < HIT[kind]
+    assert sink.transfer.match(prompts[0], BASE, ()) == HIT[kind]
+    assert sink.transfer.match(prompts[1], BASE, ()) < HIT[kind]
     sink.transfer.cancel_all()
     give_back_all(sink.cache)
 
@@ -400,7 +400,7 @@ class TransferTraffic(CachedTraffic):
     @rule(which=st.integers(0, 100), tenant=st.sampled_from(("", "other")))
     def export(self, which, tenant):
         text = self.texts[which % len(self.texts)]
-        job = self.engine.transfer.begin_export(text, tenant, ())
+        job = self.engine.transfer.begin_export(text, CacheNamespace(tenant), ())
         if job is not None:
             self.jobs.append(job)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from shared.engine.metrics import MAX_ADAPTERS, REQUESTS, Metrics
-from shared.engine.request import AdapterVersion
+from shared.engine.request import AdapterVersion, CacheNamespace
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from tests.support.lora_engine import GREEDY, SAMPLED, engine_of, request, texts
+from tests.support.lora_engine import GREEDY, PROMPT, SAMPLED, engine_of, request, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import drive
 
@@ -138,3 +138,25 @@ def test_adapter_metrics_have_bounded_labels() -> None:
     assert len(found) == MAX_ADAPTERS + 1
     assert found[f'{REQUESTS}{{lora_name="other"}}'] == 5
     assert found[f'{REQUESTS}{{lora_name="a_0"}}'] == 2
+
+
+def test_transferred_prefix_belongs_to_adapter(folders: dict[str, Path]) -> None:
+    named = [f"{name}={folders[name]}" for name in NAMES]
+    words = ["--lora-paths", *named, "--disaggregation-mode", "prefill"]
+    source, sink = engine_of(folders[""], words), engine_of(folders[""], words)
+    each = request(0, "first")
+    drive(source, [each])
+    assert source.transfer.begin_export(PROMPT, CacheNamespace(""), ()) is None
+    job = source.transfer.begin_export(PROMPT, each.namespace, ())
+    while source.busy:
+        source.step()
+    sink.transfer.begin_import(job.record, holds=False)
+    while sink.busy:
+        sink.step()
+    hit = sink.transfer.match(PROMPT, each.namespace, ())
+    assert hit > 0
+    others = (CacheNamespace(""), each.namespace._replace(version="2"))
+    assert [sink.transfer.match(PROMPT, x, ()) for x in others] == [0, 0]
+    found = request(1, "first")
+    assert texts(sink, [found]) == [text_of(folders["merged first"], False)]
+    assert found.cached_tokens == hit

@@ -17,6 +17,7 @@ from shared.cluster.transfer.errors import TransferError
 from shared.cluster.transfer.record_client import RecordClient
 from shared.cluster.transfer.record_server import RecordServer
 from shared.cluster.transfer.record_store import RecordStore
+from shared.engine.request import CacheNamespace
 from shared.options.disaggregation import ServerAddress
 from shared.process.disaggregation.prefill_client import PrefillClient, PrefillServers
 from shared.process.disaggregation.prompt_key import PromptKey
@@ -24,7 +25,8 @@ from tests.support.fake_transfers import FINGERPRINT, record_of
 from tests.support.polling import wait_until
 from tests.support.record_store import publish
 
-PREFIX = PromptKey(tuple(range(20)), "tenant", ())
+OWNER = CacheNamespace("tenant", "sql", "1")
+PREFIX = PromptKey(tuple(range(20)), OWNER, ())
 KEY = "0123456789abcdef"
 
 
@@ -41,7 +43,7 @@ class Prefiller:
     """
 
     def __init__(self) -> None:
-        self.status, self.record = 200, record_of(PREFIX.tokens, PREFIX.tenant)
+        self.status, self.record = 200, record_of(PREFIX.tokens, PREFIX.namespace)
         self.flips: int | None = None
         self.damage: dict[str, object] = {}
         self.bodies: list[dict] = []
@@ -122,7 +124,7 @@ def _reason(fetch: Callable[..., TransferRecord], deadline: Deadline | None = No
 def test_fetch_returns_record_of_prefix(prefillers, fetch):
     assert b"".join(fetch().parts()) == b"".join(prefillers[0].record.parts())
     bodies = [body for each in prefillers for body in each.bodies]
-    assert bodies == [{"tokens": list(PREFIX.tokens), "tenant": "tenant"}]
+    assert bodies == [{"tokens": list(PREFIX.tokens), "tenant": "tenant", "lora_name": "sql"}]
     assert {key for each in prefillers for key in each.keys} == {f"Bearer {KEY}"}
 
 
@@ -165,11 +167,13 @@ def test_unreachable_servers_are_skipped_later(prefillers, fetch):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        (record_of(range(1, 21), "tenant"), "tokens"),
-        (record_of(PREFIX.tokens, "other"), "tokens"),
-        (record_of([*PREFIX.tokens, 20, 21, 22, 23], "tenant"), "tokens"),
+        (record_of(range(1, 21), OWNER), "tokens"),
+        (record_of(PREFIX.tokens, OWNER._replace(tenant="other")), "tokens"),
+        (record_of([*PREFIX.tokens, 20, 21, 22, 23], OWNER), "tokens"),
+        (record_of(PREFIX.tokens, OWNER._replace(adapter="")), "tokens"),
+        (record_of(PREFIX.tokens, OWNER._replace(version="2")), "tokens"),
     ],
-    ids=["other tokens", "other tenant", "longer"],
+    ids=["other tokens", "other tenant", "longer", "other adapter", "other version"],
 )
 def test_record_of_another_prompt_is_rejected(prefillers, fetch, record, reason):
     for each in prefillers:

@@ -12,7 +12,7 @@ from shared.boundary.kv_transfer import TransferRejected
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline
 from shared.cluster.transfer.errors import TransferError
-from shared.engine.request import Request, SamplingParams
+from shared.engine.request import CacheNamespace, Request, SamplingParams
 from shared.process.disaggregation import remote_prefill
 from shared.process.disaggregation.prompt_key import PromptKey
 from shared.process.disaggregation.remote_prefill import RemotePrefill
@@ -50,7 +50,7 @@ class Fetches:
         assert self.permitted.wait(10)
         if self.error is not None:
             raise self.error
-        return record_of(prefix.tokens, prefix.tenant), self.memory
+        return record_of(prefix.tokens, prefix.namespace), self.memory
 
 
 class Case:
@@ -222,7 +222,7 @@ def test_many_imports_evict_no_waiting_prefix(kind):
     source, records = make(kind), {}
     for prompt in prompts:
         serve(source, request(prompt))
-        job = source.transfer.begin_export(prompt, "", ())
+        job = source.transfer.begin_export(prompt, CacheNamespace(""), ())
         while source.busy:
             source.step()
         records[tuple(prompt)] = job.record

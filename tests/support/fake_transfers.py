@@ -14,19 +14,25 @@ from shared.boundary.kv_transfer import (
     TransferRejected,
 )
 from shared.engine.image_inputs import CacheKeyImage
+from shared.engine.request import CacheNamespace
 
 PAGE = 4
 FINGERPRINT = "ab" * 32
 
 
-def record_of(tokens: Sequence[int], tenant: str = "") -> TransferRecord:
+NO_TENANT = CacheNamespace("")
+
+
+def record_of(tokens: Sequence[int], namespace: CacheNamespace = NO_TENANT) -> TransferRecord:
     """Returns a record of all full pages of some tokens."""
     count = len(tokens) // PAGE
     array = HeaderArray("kv", "target pages 0", "float32", (PAGE, 2), 0, count)
     header = TransferHeader(
         version=VERSION,
         fingerprint=FINGERPRINT,
-        tenant=tenant,
+        tenant=namespace.tenant,
+        adapter=namespace.adapter,
+        adapter_version=namespace.version,
         tokens=np.array(tokens[: count * PAGE], np.int32),
         images=(),
         page_size=PAGE,
@@ -69,7 +75,9 @@ class FakeTransfer:
         self.rejects: str | None = None
         self.assigned, self.holds = list[int](), False
 
-    def match(self, tokens: Sequence[int], tenant: str, images: Sequence[CacheKeyImage]) -> int:
+    def match(
+        self, tokens: Sequence[int], namespace: CacheNamespace, images: Sequence[CacheKeyImage]
+    ) -> int:
         return self.num_cached
 
     @property
@@ -89,13 +97,13 @@ class FakeTransfer:
     def begin_export(
         self,
         tokens: Sequence[int],
-        tenant: str,
+        namespace: CacheNamespace,
         images: Sequence[CacheKeyImage],
         allocate: Callable[[int], memoryview],
     ) -> FakeJob | None:
         if not self.num_cached:
             return None
-        record = record_of(tokens[: self.num_cached], tenant)
+        record = record_of(tokens[: self.num_cached], namespace)
         body = allocate(record.num_bytes)
         body[:] = b"".join(record.parts())
         self.jobs.append(FakeJob(TransferRecord.of(record.header, body)))

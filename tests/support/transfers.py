@@ -169,7 +169,7 @@ def finish(engine: Engine) -> None:
 
 def exported(engine: Engine, request: Request) -> TransferRecord:
     """The record of a prompt, after a transfer of its bytes."""
-    job = engine.transfer.begin_export(request.prompt, request.tenant, request.images)
+    job = engine.transfer.begin_export(request.prompt, request.namespace, request.images)
     assert job is not None, "nothing is cached, so nothing is tested"
     finish(engine)
     record = job.record

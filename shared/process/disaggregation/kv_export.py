@@ -182,7 +182,7 @@ class KVExporter:
 
         try:
             pending.job = self._transfer.begin_export(
-                prefix.tokens, prefix.tenant, prefix.images, allocate
+                prefix.tokens, prefix.namespace, prefix.images, allocate
             )
         except TransferError as error:
             self._fail(pending, error.reason, str(error))

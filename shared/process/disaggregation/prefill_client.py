@@ -138,8 +138,11 @@ class PrefillClient:
                 "start both servers with the same files and flags",
             )
         count = len(header.tokens)
-        if (header.tenant, tuple(header.tokens.tolist())) != (prefix.tenant, prefix.tokens[:count]):
-            raise TransferRejected("tokens", "the record is that of another prompt")
+        namespace = header.tenant, header.adapter, header.adapter_version
+        if (namespace, tuple(header.tokens.tolist())) != (prefix.namespace, prefix.tokens[:count]):
+            raise TransferRejected(
+                "tokens", "the record is that of another prompt, or of other files of the adapter"
+            )
         fetched = self._records.fetch(ticket, deadline)
         try:
             return TransferRecord.checked(header, fetched.body, ticket.checksum), fetched

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from shared.engine.image_inputs import PromptImage
-from shared.engine.request import Request
+from shared.engine.request import CacheNamespace, Request
 
 KEY_BYTES = 16
 AFFINITY_TOKENS = 256
@@ -22,44 +22,48 @@ AFFINITY_TOKENS = 256
 
 @dataclass(frozen=True, eq=False)
 class PromptKey:
-    """Tokens, tenant and images of a prompt.
+    """Tokens, cache namespace and images of a prompt.
 
     Attributes:
       tokens: Prompt tokens.
-      tenant: Cache namespace.
+      namespace: Cache namespace.
       images: Images of the prompt.
     """
 
     tokens: tuple[int, ...]
-    tenant: str
+    namespace: CacheNamespace
     images: tuple[PromptImage, ...]
 
     @classmethod
     def of(cls, request: Request) -> Self:
         """Returns the prefix of a request."""
-        return cls(request.prompt, request.tenant, request.images)
+        return cls(request.prompt, request.namespace, request.images)
 
     @cached_property
     def key(self) -> bytes:
         """Digest of everything."""
-        return _digest(self.tenant, self.tokens, self.images)
+        return _digest(self.namespace, self.tokens, self.images)
 
     @cached_property
     def affinity(self) -> bytes:
         """Digest of the beginning."""
         images = [image for image in self.images if image.first < AFFINITY_TOKENS]
-        return _digest(self.tenant, self.tokens[:AFFINITY_TOKENS], images)
+        return _digest(self.namespace, self.tokens[:AFFINITY_TOKENS], images)
 
     def to_json(self) -> bytes:
         """Returns the body of `POST /kv_transfer`."""
-        fields: dict[str, Any] = {"tokens": self.tokens, "tenant": self.tenant}
+        fields: dict[str, Any] = {"tokens": self.tokens, "tenant": self.namespace.tenant}
+        if self.namespace.adapter:
+            fields["lora_name"] = self.namespace.adapter
         if self.images:
             fields["images"] = list(map(_image_fields, self.images))
         return json.dumps(fields).encode()
 
 
-def _digest(tenant: str, tokens: Sequence[int], images: Sequence[PromptImage]) -> bytes:
-    found = blake2b(json.dumps([tenant, len(tokens)]).encode(), digest_size=KEY_BYTES)
+def _digest(
+    namespace: CacheNamespace, tokens: Sequence[int], images: Sequence[PromptImage]
+) -> bytes:
+    found = blake2b(json.dumps([namespace, len(tokens)]).encode(), digest_size=KEY_BYTES)
     found.update(np.array(tokens, np.int32).tobytes())
     for image in images:
         found.update(image.digest + image.first.to_bytes(8, "little"))

@@ -98,7 +98,7 @@ class RemotePrefill:
         prefix = PromptKey.of(request)
         pending = self._pending.get(prefix.key)
         if pending is None:
-            cached = self._transfer.match(prefix.tokens, prefix.tenant, prefix.images)
+            cached = self._transfer.match(prefix.tokens, prefix.namespace, prefix.images)
             if len(prefix.tokens) - cached < self._min_tokens:
                 return False
             pending = self._pending[prefix.key] = self._start(prefix)

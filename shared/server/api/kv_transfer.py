@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
@@ -24,7 +25,7 @@ from shared.server.engine_link.engine_errors import EngineLost, NoRecordError, R
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
 from shared.server.engine_link.submission import Submission, SubmittedPrompt
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.fields import Strict, User
+from shared.server.protocol.fields import Strict, Text, User
 from shared.server.protocol.openai_types import TokenId
 
 PREFILL = SamplingParams(max_tokens=0)
@@ -52,6 +53,7 @@ class KVTransferRequest(Strict):
 
     tokens: list[TokenId]
     tenant: User = ""
+    lora_name: Text = ""
     images: list[SentImage] = []
 
 
@@ -88,10 +90,11 @@ class KVTransferRoutes:
         factor = 1 if facts.images is None else facts.images.multiple
         images = tuple(_image(image, factor) for image in body.images)
         try:
-            check(body.tokens, PREFILL, facts.limits, _NAMES, images)
+            sampling = replace(PREFILL, lora=body.lora_name)
+            check(body.tokens, sampling, facts.limits, _NAMES, images)
         except InvalidRequestError as error:
             raise ApiError(400, str(error), error.field, error.code) from error
-        return SubmittedPrompt(body.tokens, PREFILL, [0], body.tenant, 0, images)
+        return SubmittedPrompt(body.tokens, sampling, [0], body.tenant, 0, images)
 
 
 async def _ticket(submission: Submission) -> dict:
