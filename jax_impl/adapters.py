@@ -92,7 +92,7 @@ def with_adapters(
         for field in record._fields:
             value, name = getattr(record, field), f"{stack}{field}"
             if isinstance(value, Matrix) and name in adapters:
-                own = RowAdapters(adapters[name].at(index), slots)
+                own = RowAdapters(adapters[name], slots, index)
                 changes[field] = value._replace(lora=own)
             elif isinstance(value, LatentWeights):
                 changes[field] = adapted(value, stack, index)

@@ -227,6 +227,20 @@ class LinearTiles:
         """Returns the tiles with a power of two of columns, for kernels that require it."""
         return self if self.are_powers_of_two else replace(self, columns=self.columns * 2 // 3)
 
+    def adapted(self, rows: int, *, is_gated: bool) -> "LinearTiles":
+        """Returns the tiles of a GEMM of rows with LoRA adapters.
+
+        Adapters continue the accumulators beside their copies, so each has at most 64 registers of
+        a thread.
+
+        Args:
+          rows: Rows of a tile.
+          is_gated: Whether a tile has the outputs of gate and up.
+        """
+        warps = max(self.warps, 8) if rows >= 2 * _WIDE else self.warps
+        most = 64 * 32 * warps // rows // (2 if is_gated else 1)
+        return replace(self, columns=min(self.columns, most), warps=warps)
+
     def rows_of_codes(self, rows: int) -> int:
         """Returns the rows of an FP8 tile; all rows with swap-AB.
 

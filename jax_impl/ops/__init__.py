@@ -51,6 +51,7 @@ class Kernels:
     layers: ModuleType
     lm_head_epilogue: ModuleType
     linear: ModuleType
+    lora: ModuleType
     head_product: ModuleType
     symmetric_memory: ModuleType
     attention_layer: ModuleType

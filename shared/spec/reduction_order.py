@@ -152,6 +152,24 @@ def sum_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, " R"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShrinkOrder:
+    """Order of the sums over inputs in `shared.spec.lora.shrink`.
+
+    Inputs are divided into chunks from the first on. Each chunk is one chain from zero, and the
+    sums of the chunks are added in sequence. One chain of all inputs would take longer than the
+    product that it belongs to.
+
+    Attributes:
+      chunk: Inputs of a chunk; the last may have fewer.
+    """
+
+    chunk: int
+
+
+SHRINK = ShrinkOrder(chunk=512)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RouterOrder:
     """Order of the sums in an MoE router.
 

@@ -56,6 +56,7 @@ MODULES = (
     "layers",
     "lm_head_epilogue",
     "linear",
+    "lora",
     "attention_layer",
     "latent_attention",
     "ngram",

@@ -157,7 +157,9 @@ def arrays_of(value: Any) -> list[Any]:
     None, ranks and flags.
     """
     if isinstance(value, Matrix):
-        return [x for each in (*value.planes.values(), value.bias) for x in arrays_of(each)]
+        return [
+            x for each in (*value.planes.values(), value.bias, value.lora) for x in arrays_of(each)
+        ]
     if is_dataclass(value) and not isinstance(value, TPGroup | type):
         return [x for field in fields(value) for x in arrays_of(getattr(value, field.name))]
     return [] if value is None or isinstance(value, TPGroup | bool) else [value]

@@ -18,12 +18,23 @@ _ADAPTERS = AdapterWeights | RowAdapters
 T = TypeVar("T")
 
 
-def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
+def mapped(
+    value: Any,
+    leaf: Callable[[Any], Any],
+    module: ModuleType,
+    wide: Callable[[Any], Any] | None = None,
+) -> Any:
     """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them.
 
-    Fields that records of the other module lack, for example of ranks, are omitted.
+    Fields that records of the other module lack, for example of ranks, are omitted. `wide` is used
+    instead of `leaf` for arrays that are float32 in every dtype.
     """
-    again = partial(mapped, leaf=leaf, module=module)
+    again = partial(mapped, leaf=leaf, module=module, wide=wide)
+    if isinstance(value, AdapterWeights):
+        own = partial(mapped, leaf=wide or leaf, module=module)
+        record = getattr(_home(value, module), AdapterWeights.__name__)
+        scales, factors = own(value.scales), own(value.factors)
+        return record(again(value.a), again(value.b), scales, factors, value.parts)
     if isinstance(value, linear.Matrix):
         bias, planes = again(value.bias), {name: again(x) for name, x in value.planes.items()}
         matrix, lora = module_matrix(module), again(value.lora)

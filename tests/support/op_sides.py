@@ -117,7 +117,8 @@ class Side(ABC):
 
     def _argument(self, case: OpCase, name: str, value: Any) -> Any:
         leaf = partial(self._array, dtype=case.dtype_of(name))
-        return mapped(value, leaf=leaf, module=self._module(case))
+        wide = partial(self._array, dtype="float32")
+        return mapped(value, leaf=leaf, module=self._module(case), wide=wide)
 
     def _module(self, case: OpCase) -> ModuleType:
         return module_in(f"{self.name}_impl.ops", case.op)

@@ -26,7 +26,7 @@ from jax_impl.ops import (
 )
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
-from jax_impl.ops.gemm.lora import RowAdapters, adapted
+from jax_impl.ops.gemm.lora import RowAdapters, adapted, kernel_shrink
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.plain import Plain
@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
       format, planes: Format, and arrays of the weight by name; see `shared.models.formats`.
       layer: Index of the weight if the planes are stacks `[layers, out, in]`; `bias` is a stack
         then. A kernel reads the stack in place; a slice would be copied.
-      lora: Adapters of the rows, of this layer alone; None without.
+      lora: Adapters of the rows; None without.
     """
 
     format: WeightFormat
@@ -412,7 +412,6 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
-    assert weight.lora is None  # the startup rejects adapters where GEMMs are kernels
     is_gated = activation is not None and activation.is_gated
     tables, stored, scales, row_scales = kernels.tiles, weight.num_outputs, weight.scales, None
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
@@ -442,6 +441,7 @@ def kernel_products(
         norm_layer=scale_layer,
         order=SQUARES,
         tiles=tiles,
+        lora=weight.lora and kernel_shrink(kernels, x, weight.lora),
         **how,
     )
 

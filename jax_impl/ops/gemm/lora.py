@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int
 
-from jax_impl.ops import Place, cond_any
+from jax_impl.ops import Kernels, Place, cond_any
 from jax_impl.ops.gemm import layers
+from shared.spec.reduction_order import SHRINK
 
 
 class AdapterWeights(NamedTuple):
@@ -38,14 +39,25 @@ jax.tree_util.register_pytree_node(
 
 
 class RowAdapters(NamedTuple):
-    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row."""
+    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row.
+
+    Attributes:
+      layer: Index of the weight if `weights` are stacks. A kernel reads the stack in place; a slice
+        would be copied.
+    """
 
     weights: AdapterWeights
     slots: Int[jax.Array, " R"]
+    layer: Place | None = None
+
+    @property
+    def alone(self) -> AdapterWeights:
+        """Returns the adapters of this weight only."""
+        return self.weights if self.layer is None else self.weights.at(self.layer)
 
     def at(self, place: Place) -> "RowAdapters":
-        """Returns the operand of one layer of a stack, or of one expert of a layer."""
-        return self._replace(weights=self.weights.at(place))
+        """Returns the operand of one expert of a layer."""
+        return RowAdapters(self.alone.at(place), self.slots)
 
 
 def shrink(
@@ -77,7 +89,7 @@ def adapted(
 
     Each adapter runs over all rows, and other rows keep their sum.
     """
-    weights, slots = operand
+    weights, slots = operand.alone, operand.slots
 
     def add(out: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
         is_own = slots == slot
@@ -90,3 +102,21 @@ def adapted(
 
     out, _ = lax.scan(add, acc, jnp.arange(1, len(weights.a) + 1))
     return out
+
+
+def kernel_shrink(kernels: Kernels, x: Float[jax.Array, "R inputs"], operand: RowAdapters) -> Any:
+    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`."""
+    own, layer = operand.weights, operand.layer
+    if layer is None:
+        own, layer = jax.tree.map(lambda array: array[:, None], own), 0
+    return kernels.lora.shrink(
+        x,
+        own.a,
+        own.b,
+        own.scales,
+        own.factors,
+        operand.slots,
+        jnp.asarray(layer, jnp.int32),
+        parts=own.parts,
+        order=SHRINK,
+    )

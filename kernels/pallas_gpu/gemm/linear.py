@@ -34,6 +34,7 @@ from kernels.pallas_gpu.gemm.linear_launch import (
 )
 from kernels.pallas_gpu.gemm.linear_mainloop import sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
+from kernels.pallas_gpu.gemm.lora import RowAdapters
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     BlockPartials,
@@ -73,6 +74,7 @@ def product(
     tiles: LinearTiles,
     gather: AllGatherArgs | None = None,
     asks: RowOutputs | None = None,
+    lora: RowAdapters | None = None,
     interpret: bool = False,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
@@ -109,6 +111,7 @@ def product(
       gather: All-gather of the outputs; the weight is this rank's shard.
       asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
         float32, and undefined in blocks of rows that need no logits.
+      lora: Adapters of the rows, of `lora.shrink`.
       interpret: Run on a CPU.
 
     Returns:
@@ -131,7 +134,8 @@ def product(
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
-    settings = GemmSettings(first, out_type, eps, is_gated, activation, factor, order)
+    parts = () if lora is None else lora.parts
+    settings = GemmSettings(first, out_type, eps, is_gated, activation, factor, order, parts)
     inputs = GemmInputs(
         scales=scales,
         row_scales=row_scales,
@@ -141,19 +145,22 @@ def product(
         norms=norm,
         norm_layer=norm_layer,
         place=None,
+        adapters=None if lora is None else lora.operands,
         **(asks or RowOutputs(None, None, None))._asdict(),
     )
     # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
     # interpreter.
-    may_copy = tiles.described and not interpret
+    may_copy = tiles.described and lora is None and not interpret
     if may_copy and _is_copied(x, weights, N, inputs, settings, tiles):
         how = {"squares": squares, "bias": bias, "added": added, "asks": asks, "tiles": tiles}
         how |= {"norm": norm, "norm_layer": norm_layer, "num_rows": R, **settings._asdict()}
+        del how["parts"]
         found = linear_sm90(x, weights, layer, scales, row_scales, **how)
         return found if gather is None else gathered(*found[:3], gather)
     if row_scales is not None and not (interpret or is_on_hopper()):
         raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
-    tiling = GemmTiling.of(R, N, x.shape[1], tiles, format)
+    kind = {"is_gated": is_gated, "is_adapted": lora is not None}
+    tiling = GemmTiling.of(R, N, x.shape[1], tiles, format, **kind)
     return _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret)
 
 
@@ -314,7 +321,8 @@ def _product_kernel(
         weights=2 if settings.is_gated else 1,
         tiles=tiling.tiles,
     )
-    sums = sums_of(operands, tiling.format, block, is_compiled)
+    own = {"adapters": inputs.adapters, "parts": settings.parts}
+    sums = sums_of(operands, tiling.format, block, is_compiled, **own)
     out = _finished(sums, early, inputs, tile, x_ref.shape[1], tiling.N, settings)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
     read = out

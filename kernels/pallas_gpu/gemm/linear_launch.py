@@ -35,10 +35,21 @@ class GemmTiling:
     tiles: LinearTiles
 
     @classmethod
-    def of(cls, R: int, N: int, K: int, tiles: LinearTiles, format: str) -> "GemmTiling":
+    def of(
+        cls,
+        R: int,
+        N: int,
+        K: int,
+        tiles: LinearTiles,
+        format: str,
+        *,
+        is_gated: bool,
+        is_adapted: bool,
+    ) -> "GemmTiling":
         """Returns the tiles of a call."""
         tiles = tiles.narrowed
         rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
+        tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
         tiles, rows = LOADERS[format].sized(tiles, rows, K)
         return cls(R=R, N=N, format=format, rows=rows, tiles=tiles)
 
@@ -65,6 +76,7 @@ class GemmInputs(NamedTuple):
         for the next norm.
       place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
       asks, temperature, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
+      adapters: See `lora.AdapterOperands`; None without.
     """
 
     scales: Any
@@ -78,10 +90,11 @@ class GemmInputs(NamedTuple):
     asks: Any
     temperature: Any
     tokens: Any
+    adapters: Any
 
 
 class GemmSettings(NamedTuple):
-    """Compile-time constants of a call; see `product`."""
+    """Compile-time constants of a call; see `product`. `parts` are those of adapters."""
 
     first: int
     out_type: np.dtype | type
@@ -90,6 +103,7 @@ class GemmSettings(NamedTuple):
     activation: Activation
     factor: float
     order: SquaresOrder
+    parts: tuple[int, ...]
 
 
 class GemmResults(NamedTuple):

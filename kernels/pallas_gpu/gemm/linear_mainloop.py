@@ -7,10 +7,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
+from kernels.pallas_gpu.gemm.lora import AdapterTile, expand
 from shared.models.formats.weight_format import PLAIN
 
 
-def sums_of(operands, format, block, is_compiled):
+def sums_of(operands, format, block, is_compiled, adapters, parts):
     """Computes the accumulators of a block, `[rows, columns]` for each weight.
 
     Args:
@@ -18,6 +19,7 @@ def sums_of(operands, format, block, is_compiled):
       format: Name of the weight format.
       block: Block of the result.
       is_compiled: Whether the kernel is compiled, not interpreted.
+      adapters, parts: LoRA adapters of the rows, see `lora.expand`; None without.
     """
     tiles, rows = block.tiles, block.row.shape[0]
     tile = OperandTiles(
@@ -36,9 +38,29 @@ def sums_of(operands, format, block, is_compiled):
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:
         sums = [x.T for x in sums]
+    if adapters is not None:
+        sums = list(_adapted(sums, block, adapters, parts))
     if len(sums) < block.weights:
         sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
     return sums
+
+
+def _adapted(sums, block, adapters, parts):
+    """Continues the accumulators over the inputs of the adapters of the rows."""
+    columns, N, is_row = block.tiles.columns, block.outputs, block.row < block.num_rows
+    span = block.weights // len(sums)
+    for number, acc in enumerate(sums):
+        lane = lax.iota(jnp.int32, span * columns)
+        in_result = block.number * columns + lax.rem(lane, columns)
+        tile = AdapterTile(
+            output=in_result + (number + lax.div(lane, columns)) * N,
+            is_output=in_result < N,
+            first=number * N,
+            last=(number + span) * N,
+            row=block.row,
+            is_row=is_row,
+        )
+        yield expand(acc, tile, adapters, parts)
 
 
 def accumulate(loader, shape, count, steps, is_swapped):

@@ -305,12 +305,13 @@ def add_block(acc, rows, block, is_swapped: tl.constexpr, loads: tl.constexpr):
         count: tl.constexpr = format.parts
         for number in tl.static_range(count):
             x = rows.parts[number]
-            acc = _add_product(acc, x, block.parts[number].to(x.dtype), is_swapped)
+            acc = add_product(acc, x, block.parts[number].to(x.dtype), is_swapped)
     return acc
 
 
 @triton.jit
-def _add_product(acc, x, weight, is_swapped: tl.constexpr):
+def add_product(acc, x, weight, is_swapped: tl.constexpr):
+    """Adds the product of rows and outputs, both with the same inputs, to an accumulator."""
     if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     else:

@@ -34,6 +34,7 @@ from kernels.triton_gpu.gemm.linear_launch import (
     squares_chunks,
 )
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
+from kernels.triton_gpu.gemm.lora import RowAdapters, expand
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -60,6 +61,7 @@ def product(
     tiles: LinearTiles,
     gather: AllGatherArgs | None = None,
     asks: RowOutputs | None = None,
+    lora: RowAdapters | None = None,
 ) -> tuple[
     Float[Tensor, "R outputs"],
     Float[Tensor, "R outputs"] | None,
@@ -90,6 +92,7 @@ def product(
       gather: All-gather of the outputs; the weight is this rank's shard.
       asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
         float32, and undefined in blocks of rows that need no logits.
+      lora: Adapters of the rows, of `lora.shrink`.
 
     Returns:
       The result. With `added`, also the result times `norm`, if there is one, and its sums of
@@ -99,16 +102,17 @@ def product(
     """
     if tiles.widens and scales is not None and is_packed(format):
         weight, scales, format = dequantize(weight, scales, format, **launching(x)), None, PLAIN
-    is_wide = asks is None and linear_sm90.takes(
+    is_alone = asks is None and lora is None
+    is_wide = is_alone and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
     )
-    how = {"is_gated": is_gated, "format": format, "is_wide": is_wide}
-    tiling = GemmTiling.of(x, weight, scales, tiles, **how)
-    fused = FusedInputs(squares, eps, activation, bias, factor, added, norm)
+    how = {"is_gated": is_gated, "is_wide": is_wide, "is_adapted": lora is not None}
+    tiling = GemmTiling.of(x, weight, scales, tiles, format=format, **how)
+    fused = FusedInputs(squares, eps, activation, bias, factor, added, norm, lora)
     joins = None if tiling.tiles.persistent or is_wide else gather
     results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
-    # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.
-    is_persistent = tiling.tiles.persistent and asks is None or is_wide
+    # Triton 3.6 cannot flatten a loop with a conditional store of logits or conditional adapters.
+    is_persistent = tiling.tiles.persistent and is_alone or is_wide
     _launch(
         *((x, weight) if is_wide else tiling.described(x, weight)),
         x if scales is None else scales,
@@ -270,6 +274,11 @@ def _product_block(
     )
     if is_launched and loads.rows.kind != "descriptor":  # slower with TMA, as measured
         gdc_launch_dependents()
+    if config.is_swapped:
+        acc = tl.trans(acc)
+        more = tl.trans(more)
+    if sizes.adapters is not None:
+        acc, more = _adapted(acc, more, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)
     out, norm = finish(acc, more, early, args, tile, sizes, squares)
     row, column, block = tile.row, tile.column, tile.block
@@ -346,11 +355,25 @@ def _outputs_of(tile, weight_at, scales_at, sizes: tl.constexpr, config: tl.cons
 
 
 @triton.jit
+def _adapted(acc, more, args, tile, sizes: tl.constexpr, config: tl.constexpr):
+    """Continues the accumulators over the inputs of the adapters of the rows."""
+    N: tl.constexpr = sizes.N
+    adapters: tl.constexpr = sizes.adapters
+    last: tl.constexpr = N * (config.width // config.columns)
+    lane = tl.arange(0, config.width)
+    output = tile.block * config.columns + lane % config.columns
+    is_output = output < N
+    output += lane // config.columns * N
+    own = args.adapters
+    acc = expand(acc, output, is_output, 0, last, own, tile, adapters)
+    if sizes.is_gated and config.beside > 0:
+        more = expand(more, output + N, is_output, N, 2 * N, own, tile, adapters)
+    return acc, more
+
+
+@triton.jit
 def _halves(acc, more, config: tl.constexpr):
-    """Returns the accumulators as `[rows, columns]`: of the result, or of gate and up."""
-    if config.is_swapped:
-        acc = tl.trans(acc)
-        more = tl.trans(more)
+    """Returns the accumulators of a tile: of the result, or of gate and up."""
     if config.width > config.columns:
         halves = tl.permute(tl.reshape(acc, (config.rows, 2, config.columns)), (0, 2, 1))
         acc, more = tl.split(halves)

@@ -9,6 +9,7 @@ from kernels.triton_gpu.collectives.all_gather import receive_words, send_words,
 from kernels.triton_gpu.collectives.flag_protocol import PeerLayout
 from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.triton_gpu.gemm.block_loaders import TileLoads
+from kernels.triton_gpu.gemm.lora import AdapterSizes
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, chunks_of, squares_of
 from shared.models.activation import Activation
 
@@ -29,6 +30,7 @@ class GemmOperands(NamedTuple):
         `lm_head_epilogue.BlockPartials`.
       all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
       mail, clock, call: See `all_gather.AllGatherArgs`.
+      adapters: See `lora.AdapterOperands`; None without.
     """
 
     squares: Any
@@ -52,6 +54,7 @@ class GemmOperands(NamedTuple):
     mail: Any
     clock: Any
     call: Any
+    adapters: Any
 
 
 class GemmSizes(NamedTuple):
@@ -64,6 +67,7 @@ class GemmSizes(NamedTuple):
       leaves: Output blocks with LM-head partials; 0: the result is stored.
       box: Layout of the symmetric buffers for a fused all-gather; None: no gather, or a later one.
       pack: Words of a block that a thread polls at once.
+      adapters: Sizes of LoRA adapters; None without.
     """
 
     N: int
@@ -77,6 +81,7 @@ class GemmSizes(NamedTuple):
     leaves: int
     box: PeerLayout | None
     pack: int
+    adapters: AdapterSizes | None
 
 
 class SquaresChunks(NamedTuple):

@@ -26,6 +26,7 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmTileConfig,
     SquaresChunks,
 )
+from kernels.triton_gpu.gemm.lora import RowAdapters
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs
 from shared.models.activation import Activation
 from shared.models.formats.weight_format import PLAIN
@@ -36,7 +37,7 @@ _DESCRIBED_BYTES = 16
 
 
 class FusedInputs(NamedTuple):
-    """Inputs of the prologue and the epilogue; see `linear.product`."""
+    """Inputs of the prologue and the epilogue, and adapters; see `linear.product`."""
 
     squares: Tensor | None
     eps: float
@@ -45,6 +46,7 @@ class FusedInputs(NamedTuple):
     factor: float
     added: Tensor | None
     norm: Tensor | None
+    lora: RowAdapters | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +81,19 @@ class GemmTiling:
         format: str,
         is_gated: bool,
         is_wide: bool,
+        is_adapted: bool,
     ) -> "GemmTiling":
         """Returns the tiles of a call.
 
         Args:
           x, weight, scales, tiles, format, is_gated: See `linear.product`.
           is_wide: Whether `linear_sm90` runs the call.
+          is_adapted: Whether rows have adapters.
         """
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
         tiles = tiles if is_wide else tiles.narrowed
         rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
+        tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
         found, rows, depth = sized(format_of(format, 0, weight, scales), tiles, rows, K)
         return cls(
             R=R,
@@ -254,6 +259,7 @@ class GemmResults(NamedTuple):
             mail=out if gather is None else gather.mail.place,
             clock=out if gather is None else gather.mail.clock,
             call=0 if gather is None else gather.call,
+            adapters=None if fused.lora is None else fused.lora.operands,
         )
 
     def sizes(
@@ -273,6 +279,7 @@ class GemmResults(NamedTuple):
             leaves=0 if self.leaves is None else tiling.column_blocks,
             box=None if boxes is None else PeerLayout.of(boxes),
             pack=tiling.words_at_once(self.out.element_size()),
+            adapters=None if fused.lora is None else fused.lora.sizes,
         )
 
 

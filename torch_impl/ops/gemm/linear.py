@@ -21,7 +21,7 @@ from torch_impl.formats.registry import dequantized
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import fp8_activations, layers
-from torch_impl.ops.gemm.lora import RowAdapters, adapted
+from torch_impl.ops.gemm.lora import RowAdapters, adapted, kernel_shrink
 
 
 @dataclass(frozen=True)
@@ -350,8 +350,7 @@ def kernel_products(
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
-    assert weight.lora is None  # the startup rejects adapters where GEMMs are kernels
-    tables, row_scales = kernels.tiles, None
+    tables, row_scales, x = kernels.tiles, None, x.contiguous()
     is_gated = activation is not None and activation.is_gated
     tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
         item_bytes=weight.format.item_bytes,
@@ -363,7 +362,7 @@ def kernel_products(
     if weight.format.quantizes_activations:
         x, row_scales = kernels.fp8_activations.quantised(x)
     return kernels.linear.product(
-        x.contiguous(),
+        x,
         weight.values,
         weight.scales,
         row_scales,
@@ -374,5 +373,6 @@ def kernel_products(
         bias=weight.bias,
         order=SQUARES,
         tiles=tiles,
+        lora=weight.lora and kernel_shrink(kernels, x, weight.lora),
         **how,
     )

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from shared.spec.reduction_order import SHRINK
+from torch_impl.ops import Kernels
 from torch_impl.ops.gemm import layers
 
 
@@ -85,3 +88,18 @@ def _in_use(operand: RowAdapters) -> Iterable[int]:
     if operand.slots.is_cuda:
         return range(1, len(operand.weights.a) + 1)
     return filter(None, operand.slots.unique().tolist())
+
+
+def kernel_shrink(kernels: Kernels, x: Float[Tensor, "R inputs"], operand: RowAdapters) -> Any:
+    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`."""
+    own = operand.weights
+    return kernels.lora.shrink(
+        x,
+        own.a,
+        own.b,
+        own.scales,
+        own.factors,
+        operand.slots,
+        parts=own.parts,
+        order=SHRINK,
+    )

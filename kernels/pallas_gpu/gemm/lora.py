@@ -1,0 +1,216 @@
+"""LoRA adapters of a GEMM: shrink as a kernel, expand within the GEMM (Pallas, Triton backend).
+
+The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
+ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
+adapters, see `expand`. Implements `shared.spec.lora`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Float32, Int
+
+from kernels.shrink_tiles import ShrinkTiles
+from shared.spec.reduction_order import ShrinkOrder
+
+_SLICE = 16
+"""Inputs of an adapter that are added at once: the depth of a tensor core instruction."""
+_EXACT = {"precision": lax.Precision.HIGHEST}
+
+
+class AdapterOperands(NamedTuple):
+    """Arrays of the expand, or references to them.
+
+    Attributes:
+      sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one.
+      slots: Adapter slot of each row, 0 for none.
+      layer: Index into the stacks.
+      b, scales, factors: Stacked adapters by slot, see `shared.spec.lora.AdapterWeights`.
+    """
+
+    sums: Float32[jax.Array, "splits R ranks"]
+    slots: Int[jax.Array, " R"]
+    layer: Int[jax.Array, " 1"]
+    b: Float[jax.Array, "slots L outputs rank"]
+    scales: Float32[jax.Array, "slots L ranks"]
+    factors: Float32[jax.Array, "slots L outputs"]
+
+
+class RowAdapters(NamedTuple):
+    """Adapters of the rows of a GEMM after the shrink.
+
+    Attributes:
+      operands: Arrays of the expand.
+      parts: Outputs of each part.
+    """
+
+    operands: AdapterOperands
+    parts: tuple[int, ...]
+
+
+def shrink(
+    x: Float[jax.Array, "R inputs"],
+    a: Float[jax.Array, "slots L ranks inputs"],
+    b: Float[jax.Array, "slots L outputs rank"],
+    scales: Float32[jax.Array, "slots L ranks"],
+    factors: Float32[jax.Array, "slots L outputs"],
+    slots: Int[jax.Array, " R"],
+    layer: Int[jax.Array, ""],
+    *,
+    parts: Sequence[int],
+    order: ShrinkOrder,
+    interpret: bool = False,
+) -> RowAdapters:
+    """Computes `A x` of each row for its own adapter.
+
+    Args:
+      x: The rows, as the GEMM reads them.
+      a, b, scales, factors: Stacked adapters of the weight. The stack avoids the copy of a slice.
+      slots: Adapter slot of each row, 0 for none.
+      layer: Index into the stacks.
+      parts: Outputs of each part of the weight.
+      order: Reduction order.
+      interpret: Run on a CPU.
+
+    Returns:
+      The adapters of the rows, an argument of `linear.product`.
+    """
+    (R, K), (num_slots, _, ranks, _) = x.shape, a.shape
+    tiles, layer = ShrinkTiles.of(R, ranks, K, order), layer.reshape(1)
+    blocks = pl.cdiv(ranks, tiles.ranks)
+    sums = pl.pallas_call(
+        functools.partial(_shrink_kernel, tiles=tiles, blocks=blocks, chunk=order.chunk),
+        grid=(blocks * tiles.splits, pl.cdiv(R, tiles.rows), num_slots),
+        out_shape=jax.ShapeDtypeStruct((tiles.splits, R, ranks), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="shrink",
+    )(x, a, slots, layer)
+    return RowAdapters(AdapterOperands(sums, slots, layer, b, scales, factors), tuple(parts))
+
+
+def _shrink_kernel(x_ref, a_ref, slots_ref, layer_ref, sums_ref, *, tiles, blocks, chunk):
+    """One program per slot, block of rows, block of rows of A, and split of the inputs."""
+    (R, K), depth = x_ref.shape, tiles.depth
+    row = pl.program_id(1) * tiles.rows + lax.iota(jnp.int32, tiles.rows)
+    slot, split = pl.program_id(2), lax.div(pl.program_id(0), blocks)
+    rank = lax.rem(pl.program_id(0), blocks) * tiles.ranks + lax.iota(jnp.int32, tiles.ranks)
+    is_own = pltriton.load(slots_ref.at[row], mask=row < R, other=0) == slot + 1
+    layer, lane = layer_ref[0], lax.iota(jnp.int32, depth)
+
+    def add_chunk(number, total):
+        first = (split * tiles.chunks + number) * chunk
+
+        def add(step, acc):
+            at = first + step * depth + lane
+            is_input = at < K
+            of_rows = jnp.broadcast_to(is_own[:, None] & is_input[None, :], (len(row), depth))
+            x = pltriton.load(x_ref.at[row[:, None], at[None, :]], mask=of_rows, other=0.0)
+            a_at = a_ref.at[slot, layer, rank[:, None], at[None, :]]
+            if K % chunk:
+                of_ranks = jnp.broadcast_to(is_input[None, :], (len(rank), depth))
+                a = pltriton.load(a_at, mask=of_ranks, other=0.0)
+            else:
+                a = pltriton.load(a_at)
+            return acc + pltriton.dot(x, a.T, **_EXACT)
+
+        zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
+        return total + lax.fori_loop(0, chunk // depth, add, zeros)
+
+    @pl.when(_any(is_own))
+    def _add():
+        zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
+        total = lax.fori_loop(0, tiles.chunks, add_chunk, zeros)
+        # Rows that are not stored get an index outside the array, which the interpreter requires.
+        at = sums_ref.at[split, jnp.where(is_own, row, R)[:, None], rank[None, :]]
+        pltriton.store(at, total, mask=jnp.broadcast_to(is_own[:, None], total.shape))
+
+
+def _any(flags):
+    return jnp.max(flags.astype(jnp.int32)) > 0
+
+
+class AdapterTile(NamedTuple):
+    """Outputs of an accumulator, and rows of a tile.
+
+    Attributes:
+      output, is_output: Outputs of the accumulator, and mask of those in bounds.
+      first, last: Outputs of all tiles are from `first` to before `last`.
+      row, is_row: Rows of the tile, and mask of those in bounds.
+    """
+
+    output: Any
+    is_output: Any
+    first: int
+    last: int
+    row: Any
+    is_row: Any
+
+
+def expand(acc, tile, adapters, parts):
+    """Continues an accumulator over the inputs of the adapters, each row over its own.
+
+    Args:
+      acc: Accumulator of a tile, `[rows, outputs]`.
+      tile: See `AdapterTile`.
+      adapters: References, see `AdapterOperands`.
+      parts: Outputs of each part.
+    """
+    slots = pltriton.load(adapters.slots.at[tile.row], mask=tile.is_row, other=0)
+    layer = adapters.layer[0]
+
+    def add(slot, acc):
+        is_own = slots == slot + 1
+
+        def continued(acc):
+            end = 0
+            for number, outputs in enumerate(parts):
+                begin, end = end, end + outputs
+                acc = _expand_part(acc, tile, adapters, slot, is_own, number, begin, end)
+            at = adapters.factors.at[slot, layer, tile.output]
+            factor = pltriton.load(at, mask=tile.is_output, other=0.0)
+            return jnp.where(is_own[:, None], acc * factor[None, :], acc)
+
+        return lax.cond(_any(is_own), continued, lambda acc: acc, acc)
+
+    return lax.fori_loop(0, adapters.b.shape[0], add, acc)
+
+
+def _expand_part(acc, tile, adapters, slot, is_own, number, begin, end):
+    """Continues the outputs of one part, if the tile has some."""
+    if end <= tile.first or tile.last <= begin:
+        return acc
+    if begin <= tile.first and tile.last <= end:
+        return _add_inputs(acc, tile, adapters, slot, is_own, tile.is_output, number)
+    is_part = tile.is_output & (tile.output >= begin) & (tile.output < end)
+
+    def continued(acc):
+        return _add_inputs(acc, tile, adapters, slot, is_own, is_part, number)
+
+    return lax.cond(_any(is_part), continued, lambda acc: acc, acc)
+
+
+def _add_inputs(acc, tile, adapters, slot, is_own, is_output, part):
+    """Adds the inputs of a slot's adapter to some outputs of its rows."""
+    sums, layer, all_rank = acc, adapters.layer[0], adapters.b.shape[-1]
+    of_outputs = jnp.broadcast_to(is_output[:, None], (len(is_output), _SLICE))
+    of_rows = jnp.broadcast_to(is_own[:, None], (len(is_own), _SLICE))
+    for first in range(0, all_rank, _SLICE):
+        lane = first + lax.iota(jnp.int32, _SLICE)
+        rank = part * all_rank + lane
+        at = adapters.b.at[slot, layer, tile.output[:, None], lane[None, :]]
+        b = pltriton.load(at, mask=of_outputs, other=0.0)
+        scale = pltriton.load(adapters.scales.at[slot, layer, rank])
+        total = jnp.zeros((len(is_own), _SLICE), jnp.float32)
+        for split in range(adapters.sums.shape[0]):
+            at = adapters.sums.at[split, tile.row[:, None], rank[None, :]]
+            total = total + pltriton.load(at, mask=of_rows, other=0.0)
+        a = (total * scale[None, :]).astype(b.dtype)
+        sums = sums + pltriton.dot(a, b.T, **_EXACT)
+    return jnp.where(is_own[:, None] & is_output[None, :], sums, acc)

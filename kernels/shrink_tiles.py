@@ -1,0 +1,39 @@
+"""Tiles of the shrink of LoRA adapters; they affect speed only."""
+
+from dataclasses import dataclass
+
+from shared.spec.reduction_order import ShrinkOrder
+
+_FEW_ROWS = 128
+"""Rows of a call that divides the inputs of a row among programs."""
+_DEPTH = 128
+
+
+@dataclass(frozen=True)
+class ShrinkTiles:
+    """Tiles of a call.
+
+    Attributes:
+      rows, ranks, depth: Rows and rows of A of a program, and inputs per step.
+      splits: Programs that share the inputs of a row, and partial sums of the result.
+      chunks: Chunks of inputs of a program.
+      warps, stages: Warps and pipeline stages of the kernel.
+    """
+
+    rows: int
+    ranks: int
+    depth: int
+    splits: int
+    chunks: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, R: int, ranks: int, K: int, order: ShrinkOrder) -> "ShrinkTiles":
+        """Returns the tiles for `R` rows, the rows of A of all parts, and `K` inputs."""
+        chunks = -(-K // order.chunk)
+        if R <= _FEW_ROWS:
+            rows = min(64, max(16, 1 << (R - 1).bit_length()))
+            return cls(rows, 16, _DEPTH, chunks, 1, warps=4, stages=5)
+        block = 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16
+        return cls(64, block, _DEPTH, 1, chunks, warps=4, stages=3)

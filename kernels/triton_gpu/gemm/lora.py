@@ -1,0 +1,297 @@
+"""LoRA adapters of a GEMM: shrink as a kernel, expand within the GEMM (Triton).
+
+The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
+ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
+adapters, see `expand`. Implements `shared.spec.lora`.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.shrink_tiles import ShrinkTiles
+from kernels.triton_gpu.gemm.block_loaders import add_product
+from shared.spec.reduction_order import ShrinkOrder
+
+_SLICE = tl.constexpr(16)
+"""Inputs of an adapter that are added at once: the depth of a tensor core instruction."""
+
+
+class AdapterOperands(NamedTuple):
+    """Arrays of the expand, or pointers to them.
+
+    Attributes:
+      sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one.
+      slots: Adapter slot of each row, 0 for none.
+      b, scales, factors: Adapters of one weight by slot, see `shared.spec.lora.AdapterWeights`.
+    """
+
+    sums: Float32[Tensor, "splits R ranks"]
+    slots: Int[Tensor, " R"]
+    b: Float[Tensor, "slots outputs rank"]
+    scales: Float32[Tensor, "slots ranks"]
+    factors: Float32[Tensor, "slots outputs"]
+
+
+class AdapterSizes(NamedTuple):
+    """Sizes of the expand, compile-time constants.
+
+    Attributes:
+      slots, splits: Adapter slots, and partial sums.
+      rank, ranks: Columns of B, and rows of A.
+      ends: First output after each part.
+      b, scales, factors: Elements from a slot to the next.
+    """
+
+    slots: int
+    splits: int
+    rank: int
+    ranks: int
+    ends: tuple[int, ...]
+    b: int
+    scales: int
+    factors: int
+
+
+class RowAdapters(NamedTuple):
+    """Adapters of the rows of a GEMM after the shrink.
+
+    Attributes:
+      operands: Arrays of the expand.
+      parts: Outputs of each part.
+    """
+
+    operands: AdapterOperands
+    parts: tuple[int, ...]
+
+    @property
+    def sizes(self) -> AdapterSizes:
+        """Returns the sizes of the expand."""
+        sums, _, b, scales, factors = self.operands
+        return AdapterSizes(
+            slots=len(b),
+            splits=len(sums),
+            rank=b.shape[2],
+            ranks=sums.shape[2],
+            ends=tuple(accumulate(self.parts)),
+            b=b.stride(0),
+            scales=scales.stride(0),
+            factors=factors.stride(0),
+        )
+
+
+def shrink(
+    x: Float[Tensor, "R inputs"],
+    a: Float[Tensor, "slots ranks inputs"],
+    b: Float[Tensor, "slots outputs rank"],
+    scales: Float32[Tensor, "slots ranks"],
+    factors: Float32[Tensor, "slots outputs"],
+    slots: Int[Tensor, " R"],
+    *,
+    parts: Sequence[int],
+    order: ShrinkOrder,
+) -> RowAdapters:
+    """Computes `A x` of each row for its own adapter.
+
+    Args:
+      x: The rows, as the GEMM reads them.
+      a, b, scales, factors: Adapters of the weight; slots may be strided.
+      slots: Adapter slot of each row, 0 for none.
+      parts: Outputs of each part of the weight.
+      order: Reduction order.
+
+    Returns:
+      The adapters of the rows, an argument of `linear.product`.
+    """
+    (R, K), (num_slots, ranks, _) = x.shape, a.shape
+    tiles = ShrinkTiles.of(R, ranks, K, order)
+    sums = torch.empty((tiles.splits, R, ranks), dtype=torch.float32, device=x.device)
+    launching = {"is_launched": False}
+    if x.is_cuda:
+        launching = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
+    blocks = triton.cdiv(ranks, tiles.ranks)
+    _shrink_kernel[(blocks * tiles.splits, triton.cdiv(R, tiles.rows), num_slots)](
+        x,
+        a,
+        slots,
+        sums,
+        R,
+        K=K,
+        ranks=ranks,
+        stride=a.stride(0),
+        chunk=order.chunk,
+        chunks=tiles.chunks,
+        blocks=blocks,
+        rows=tiles.rows,
+        width=tiles.ranks,
+        depth=tiles.depth,
+        stages=tiles.stages,
+        num_warps=tiles.warps,
+        **launching,
+    )
+    return RowAdapters(AdapterOperands(sums, slots, b, scales, factors), tuple(parts))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink_kernel(
+    x_at,
+    a_at,
+    slots_at,
+    sums_at,
+    num_rows,
+    K: tl.constexpr,
+    ranks: tl.constexpr,
+    stride: tl.constexpr,
+    chunk: tl.constexpr,
+    chunks: tl.constexpr,
+    blocks: tl.constexpr,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+    stages: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """One program per slot, block of rows, block of rows of A, and split of the inputs."""
+    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    slot, split = tl.program_id(2), tl.program_id(0) // blocks
+    rank = tl.program_id(0) % blocks * width + tl.arange(0, width)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    is_own = tl.load(slots_at + row, mask=row < num_rows, other=0) == slot + 1
+    if tl.max(is_own.to(tl.int32), 0) > 0:
+        lane = tl.arange(0, depth)
+        of_rows = x_at + row.to(tl.int64)[:, None] * K + lane[None, :]
+        of_ranks = a_at + slot.to(tl.int64) * stride + rank[:, None] * K + lane[None, :]
+        total = tl.zeros((rows, width), tl.float32)
+        for number in tl.range(0, chunks):
+            first = (split * chunks + number) * chunk
+            acc = tl.zeros((rows, width), tl.float32)
+            for at in tl.range(first, first + chunk, depth, num_stages=stages):
+                if K % chunk == 0:
+                    x = tl.load(of_rows + at, mask=is_own[:, None], other=0.0)
+                    a = tl.load(of_ranks + at)
+                else:
+                    is_input = (lane < K - at)[None, :]
+                    x = tl.load(of_rows + at, mask=is_own[:, None] & is_input, other=0.0)
+                    a = tl.load(of_ranks + at, mask=is_input & (rank < ranks)[:, None], other=0.0)
+                acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
+            total += acc
+        place = (split * num_rows + row).to(tl.int64)[:, None] * ranks + rank[None, :]
+        tl.store(sums_at + place, total, mask=is_own[:, None])
+
+
+@triton.jit
+def expand(
+    acc,
+    output,
+    is_output,
+    first: tl.constexpr,
+    last: tl.constexpr,
+    adapters,
+    tile,
+    sizes: tl.constexpr,
+):
+    """Continues an accumulator over the inputs of the adapters, each row over its own.
+
+    Args:
+      acc: Accumulator of a tile, `[rows, outputs]`.
+      output, is_output: Outputs of the accumulator, and mask of those in bounds.
+      first, last: Outputs of all tiles are from `first` to before `last`.
+      adapters: Pointers, see `AdapterOperands`.
+      tile: Tile of the result, see `linear_epilogue.ResultTile`.
+      sizes: Sizes, see `AdapterSizes`.
+    """
+    ends: tl.constexpr = sizes.ends
+    parts: tl.constexpr = len(ends)
+    count: tl.constexpr = sizes.slots
+    slots = tl.load(adapters.slots + tile.row, mask=tile.is_row, other=0)
+    for number in tl.range(0, count):
+        is_own = slots == number + 1
+        if tl.max(is_own.to(tl.int32), 0) > 0:
+            slot = tl.cast(number, tl.int64)
+            for part in tl.static_range(parts):
+                acc = _expand_part(
+                    acc,
+                    slot,
+                    is_own,
+                    output,
+                    is_output,
+                    first,
+                    last,
+                    part,
+                    adapters,
+                    tile,
+                    sizes,
+                )
+            factors = adapters.factors + slot * sizes.factors + output
+            factor = tl.load(factors, mask=is_output, other=0.0)
+            acc = tl.where(is_own[:, None], acc * factor[None, :], acc)
+    return acc
+
+
+@triton.jit
+def _expand_part(
+    acc,
+    slot,
+    is_own,
+    output,
+    is_output,
+    first: tl.constexpr,
+    last: tl.constexpr,
+    part: tl.constexpr,
+    adapters,
+    tile,
+    sizes: tl.constexpr,
+):
+    """Continues the outputs of one part, if the tile has some."""
+    ends: tl.constexpr = sizes.ends
+    begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
+    end: tl.constexpr = ends[part]
+    if begin <= first and last <= end:
+        acc = _add_inputs(acc, slot, is_own, output, is_output, part, adapters, tile, sizes)
+    elif begin < last and first < end:
+        is_part = is_output & (output >= begin) & (output < end)
+        if tl.max(is_part.to(tl.int32), 0) > 0:
+            acc = _add_inputs(acc, slot, is_own, output, is_part, part, adapters, tile, sizes)
+    return acc
+
+
+@triton.jit
+def _add_inputs(
+    acc,
+    slot,
+    is_own,
+    output,
+    is_output,
+    part: tl.constexpr,
+    adapters,
+    tile,
+    sizes: tl.constexpr,
+):
+    """Adds the inputs of a slot's adapter to some outputs of its rows."""
+    slices: tl.constexpr = sizes.rank // _SLICE
+    splits: tl.constexpr = sizes.splits
+    of_outputs = adapters.b + slot * sizes.b + output.to(tl.int64)[:, None] * sizes.rank
+    of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * sizes.ranks
+    sums = acc
+    for number in tl.static_range(slices):
+        lane = number * _SLICE + tl.arange(0, _SLICE)
+        rank = part * sizes.rank + lane
+        b = tl.load(of_outputs + lane[None, :], mask=is_output[:, None], other=0.0)
+        scale = tl.load(adapters.scales + slot * sizes.scales + rank)
+        total = tl.zeros((is_own.shape[0], _SLICE), tl.float32)
+        for split in tl.static_range(splits):
+            before = tl.cast(tile.num_rows, tl.int64) * (split * sizes.ranks)
+            at = of_rows + before + rank[None, :]
+            total += tl.load(at, mask=is_own[:, None], other=0.0)
+        a = (total * scale[None, :]).to(b.dtype)
+        sums = add_product(sums, a, b, False)
+    return tl.where(is_own[:, None] & is_output[None, :], sums, acc)
