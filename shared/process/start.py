@@ -21,6 +21,7 @@ from shared.models.formats.weight_format import (
     QuantizedFormat,
     UnsupportedFormatError,
 )
+from shared.models.lora_shapes import is_of_experts
 from shared.models.parameters import draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters
@@ -202,9 +203,13 @@ def _adapters_fault(checked: CheckedModel, device: Device) -> str | None:
     """Returns the reason why a device does not support adapters."""
     if checked.adapters is None or device.kind == "cpu":
         return None
+    changed = [x.parameter for x in checked.adapters.shapes]
+    found = [x.name for x in changed if is_of_experts(x)]
+    if not found:
+        return None
     return (
-        f"--lora-paths is not supported on the {device.name}, where products are kernels without "
-        "adapters; merge the adapter into the weights of the checkpoint"
+        f"LoRA adapters of experts and routers, such as {found[0]}, are not supported on the "
+        f"{device.name}; merge the adapter into the weights of the checkpoint"
     )
 
 

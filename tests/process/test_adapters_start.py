@@ -25,8 +25,10 @@ LORA, PART = (
 )
 
 
-def started(words: Sequence[str] = (), *, on_gpu: bool = False) -> ValidatedStartup:
-    options = parse(["--model-path", str(BASE), "--context-length", "512", *words])
+def started(
+    words: Sequence[str] = (), *, on_gpu: bool = False, base: Path = BASE
+) -> ValidatedStartup:
+    options = parse(["--model-path", str(base), "--context-length", "512", *words])
     device = replace(Device.cpu(), kind="gpu", name="H200") if on_gpu else Device.cpu()
     return prepare(options, replace(PLATFORM, find_device=lambda: device))
 
@@ -101,9 +103,17 @@ def test_unsupported_options_with_adapters_raise(words: tuple[str, ...], message
         started(["--lora-paths", LORA, *words])
 
 
-def test_adapters_on_gpu_raise() -> None:
-    with pytest.raises(ConfigError, match="--lora-paths is not supported on the H200"):
-        started(["--lora-paths", LORA], on_gpu=True)
+def test_gpu_serves_adapters_of_dense_layers() -> None:
+    capacity = started(["--lora-paths", LORA], on_gpu=True).memory.capacity
+    assert capacity.adapters.num_slots == 1
+
+
+def test_adapters_of_experts_on_gpu_raise() -> None:
+    words = ["--lora-paths", f"experts={GOLDEN / 'qwen3_moe_lora'}"]
+    message = r"such as experts\.\w+, are not supported on the H200; merge the adapter"
+    with pytest.raises(ConfigError, match=message):
+        started(words, on_gpu=True, base=GOLDEN / "qwen3_moe")
+    assert started(words, base=GOLDEN / "qwen3_moe").memory.capacity.adapters.num_slots == 1
 
 
 def test_adapter_of_other_model_raises(tmp_path: Path) -> None:
