@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 
 from bench.common.draft_config import Draft
+from bench.common.dummy_adapters import adapter_name, add_adapters
 from bench.common.environment import nothing_waits
 from bench.common.step_bytes import step_bytes, step_products
 from shared.boundary.backend import BackendSpec
@@ -39,6 +40,7 @@ class Load:
       batch: Requests at once.
       prompt, output: Tokens of each request.
       temperature, top_p: Sampling parameters.
+      adapters: LoRA adapters that requests take in turn; 0: they have none.
     """
 
     batch: int
@@ -46,6 +48,7 @@ class Load:
     output: int
     temperature: float
     top_p: float
+    adapters: int = 0
 
     def requests(self, vocab: int) -> list[Request]:
         """Returns requests with random prompts; only the length ends an output."""
@@ -59,6 +62,7 @@ class Load:
                     top_p=self.top_p,
                     seed32=index,
                     max_tokens=self.output,
+                    lora=adapter_name(index % self.adapters) if self.adapters else "",
                 ),
             )
             for index in range(self.batch)
@@ -139,6 +143,7 @@ class Session:
             chunk=load.batch * load.prompt,
             wait=wait,
         )
+        add_adapters(served)
         return cls(backend, draft, load.batch, served)
 
     @property

@@ -9,9 +9,10 @@ multiplications, at the rate of a large GEMM; the share is of both one after the
 random, so no draft is accepted; `--accept-length` simulates acceptance. Outputs that are guaranteed
 to be equal are compared: between backends, and with plain decoding. An n-gram drafter has seen the
 previous round. On a CPU there are no kernels, clock and power. `--kernels` lists the longest
-kernels. `--tp-size 1 2` also serves with two ranks and compares outputs; its limits are those of a
-rank. `--at-once 6` prepares six lines side by side, which must fit into GPU memory together, and
-times them one by one.
+kernels. `--adapters 0 1 8 --lora-rank 16` times requests of that many LoRA adapters, which have
+random weights and share one start. `--tp-size 1 2` also serves with two ranks and compares outputs;
+its limits are those of a rank. `--at-once 6` prepares six lines side by side, which must fit into
+GPU memory together, and times them one by one.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from typing import NamedTuple
 
 from bench.common import gpu_clock
 from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
+from bench.common.dummy_adapters import adapter_flags
 from bench.common.session import Load, Session, peak_bytes
 from bench.common.staggered_processes import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
@@ -129,15 +131,17 @@ def begun(
     overlap: int | None,
     ranks: int,
     wait: Wait = lambda: None,
+    more: Sequence[str] = (),
 ) -> Iterator[Session]:
     """A session that ends.
 
     Args:
       overlap: None leaves it to the flags.
       wait: See `Session.begin`.
+      more: Further flags of the server.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
-    server_flags = [*flags(options, overlap), "--tp-size", str(ranks)]
+    server_flags = [*flags(options, overlap), "--tp-size", str(ranks), *more]
     session = Session.begin(backend, options.model, draft, folders, server_flags, load, wait)
     try:
         yield session
@@ -232,12 +236,14 @@ def _served(
     """A line for each temperature with its texts, and whether they are plain decoding's."""
     backend, draft, batch, overlap, ranks = start
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
+    more = adapter_flags(max(options.adapters), options.lora_rank)
     with (
         operations(options.ops, backend),
-        begun(backend, draft, load, options, overlap, ranks, wait) as session,
+        begun(backend, draft, load, options, overlap, ranks, wait, more) as session,
     ):
-        for temperature, top_p in zip(options.temperature, _top_ps(options), strict=True):
-            asked = replace(load, temperature=temperature, top_p=top_p)
+        sampled = [*zip(options.temperature, _top_ps(options), strict=True)]
+        for adapters, (temperature, top_p) in product(options.adapters, sampled):
+            asked = replace(load, temperature=temperature, top_p=top_p, adapters=adapters)
             line = measure(session, asked, rates, options)
             texts = line.pop("texts")
             keeps_text = session.served.keeps_text_at(temperature)
@@ -295,6 +301,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--no-trace", action="store_true", help="do not trace kernels")
     parser.add_argument("--kernels", action="store_true", help="list the longest kernels")
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
+    text = "LoRA adapters that requests take in turn, with random weights"
+    parser.add_argument("--adapters", nargs="+", type=int, default=[0], metavar="N", help=text)
+    parser.add_argument("--lora-rank", type=int, default=16, metavar="R")
     text = "lines to prepare side by side, each in its own process"
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
     return parser

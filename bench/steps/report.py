@@ -87,7 +87,7 @@ class Report:
 
     def add(self, line: Line, texts: Texts, keeps_text: bool) -> None:
         """Takes a line over, with what its texts are compared with."""
-        served = (line["batch"], line["temperature"], line["top_p"])
+        served = (line["batch"], line["temperature"], line["top_p"], line["adapters"])
         drafts = line["drafts"] if not keeps_text else PLAIN
         known = self._texts.setdefault((served, drafts), texts)
         line["texts"] = compared(texts, known) if known is not texts else None
@@ -130,6 +130,7 @@ def line_of(line: Line) -> str:
     comparison = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
     lot = line["simulated_accept_length"]
     notes = [] if lot is None else [f"simulated {lot:g}"]
+    notes += [f"{line['adapters']} adapters"] * (line["adapters"] > 0)
     notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
     notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
     notes += ["COMPILED WHILE TIMED"] * bool(line["programs_made_while_timed"])

@@ -181,7 +181,7 @@ def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterFiles | 
     model = opened.model
     if not options.lora.is_enabled:
         return None
-    if not isinstance(opened.checkpoint, Checkpoint):
+    if options.lora.folders and not isinstance(opened.checkpoint, Checkpoint):
         raise ConfigError(
             "--lora-paths requires a Hugging Face checkpoint with weights; give one as --model-path"
         )

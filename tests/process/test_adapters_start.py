@@ -103,6 +103,11 @@ def test_unsupported_options_with_adapters_raise(words: tuple[str, ...], message
         started(["--lora-paths", LORA, *words])
 
 
+def test_dummy_weights_have_adapter_slots() -> None:
+    words = ["--load-format", "dummy", "--max-lora-rank", "16", "--lora-target-modules", "all"]
+    assert started(words).memory.capacity.adapters.num_slots == 8
+
+
 def test_gpu_serves_adapters_of_dense_layers() -> None:
     capacity = started(["--lora-paths", LORA], on_gpu=True).memory.capacity
     assert capacity.adapters.num_slots == 1
