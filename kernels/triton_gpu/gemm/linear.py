@@ -102,6 +102,7 @@ def product(
     """
     if tiles.widens and scales is not None and is_packed(format):
         weight, scales, format = dequantize(weight, scales, format, **launching(x)), None, PLAIN
+        lora = None if lora is None else lora._replace(is_next=False)
     is_alone = asks is None and lora is None
     is_wide = is_alone and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
@@ -254,7 +255,8 @@ def _product_block(
     tile = _tile_of(number, num_rows, row_blocks, sizes, config)
     rows = _rows_of(tile, x_at, row_scales_at, config)
     outputs = _outputs_of(tile, weight_at, scales_at, sizes, config)
-    if is_launched:
+    waits_late: tl.constexpr = sizes.adapters is not None and sizes.adapters.is_next
+    if is_launched and not waits_late:
         gdc_wait()
     if sizes.box is not None:
         rank, call = rank_of(args.mail, sizes), number_of(args.clock, args.call)
@@ -277,6 +279,8 @@ def _product_block(
     if config.is_swapped:
         acc = tl.trans(acc)
         more = tl.trans(more)
+    if is_launched and waits_late:
+        gdc_wait()
     if sizes.adapters is not None:
         acc, more = _adapted(acc, more, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)

@@ -48,6 +48,8 @@ class AdapterSizes(NamedTuple):
       rank, ranks: Columns of B, and rows of A.
       ends: First output after each part.
       b, scales, factors: Elements from a slot to the next.
+      is_next: Whether the GEMM is the kernel after the shrink. It then waits for the shrink after
+        its main loop only: the shrink has waited for all kernels before.
     """
 
     slots: int
@@ -58,6 +60,7 @@ class AdapterSizes(NamedTuple):
     b: int
     scales: int
     factors: int
+    is_next: bool
 
 
 class RowAdapters(NamedTuple):
@@ -66,10 +69,12 @@ class RowAdapters(NamedTuple):
     Attributes:
       operands: Arrays of the expand.
       parts: Outputs of each part.
+      is_next: See `AdapterSizes`.
     """
 
     operands: AdapterOperands
     parts: tuple[int, ...]
+    is_next: bool = True
 
     @property
     def sizes(self) -> AdapterSizes:
@@ -84,6 +89,7 @@ class RowAdapters(NamedTuple):
             b=b.stride(0),
             scales=scales.stride(0),
             factors=factors.stride(0),
+            is_next=self.is_next,
         )
 
 
