@@ -95,6 +95,7 @@ OTHER_OPS = {
     **{
         f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
     },
+    "ops/recurrent/mamba2.py::kernel_gated_output": "the same",
     "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
     "adapters.py::load": "JAX reads its rank within the program",
     "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",

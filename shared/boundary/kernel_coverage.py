@@ -22,6 +22,7 @@ from shared.models.mixers import (
     Mamba2Config,
 )
 from shared.models.sentence_list import sentence_list
+from shared.spec.reduction_order import SQUARES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +156,11 @@ def _output_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Pro
     for model in _models(blueprint):
         if not isinstance(mixer := model.recurrent, Mamba2Config):
             continue
-        if mixer.local(blueprint.ranks.count).has_cut_norm:
+        own = mixer.local(blueprint.ranks.count)
+        if own.has_cut_norm and not own.has_whole_chunks(SQUARES.chunk):
             return (
-                f"groups of the output norm on one rank, got {mixer.norm_size} columns on several"
+                f"multiples of {SQUARES.chunk} columns of an output norm that ranks share, "
+                f"got {own.values}"
             )
         return _dtype_fault(takes, blueprint, program)
     return None

@@ -182,15 +182,17 @@ def test_mamba2_sizes_have_kernels_or_raise(platform):
 
 
 @each_platform
-@pytest.mark.parametrize("norm_size", [16, 128])
-def test_mamba2_norm_shared_by_ranks_counted(norm_size: int, platform):
+@pytest.mark.parametrize(("norm_size", "ranks"), [(16, 4), (128, 2), (128, 4)])
+def test_mamba2_norm_cut_within_chunks_counted(norm_size: int, ranks: int, platform):
+    """Two ranks have a chunk of 64 columns each of a group of 128, and four ranks half of one."""
     sizes = {"head_size": 16, "state_size": 16, "norm_size": norm_size}
     config = config_with(tiny_model("bamba", 0)[0], **sizes)
     assert config.recurrent is not None
     assert config.recurrent.values == 128
-    found = {each.name: each.reason for each in fallbacks_of(platform, config, tp_size=2)}
-    reason = "groups of the output norm on one rank, got 128 columns on several"
-    assert found == ({} if norm_size == 16 else {"mamba2.gated_output": reason})
+    found = {each.name: each.reason for each in fallbacks_of(platform, config, tp_size=ranks)}
+    reason = "multiples of 64 columns of an output norm that ranks share, got 32"
+    has_fault = norm_size == 128 and ranks == 4
+    assert found == ({"mamba2.gated_output": reason} if has_fault else {})
 
 
 @each_platform

@@ -90,17 +90,24 @@ def kernel_gated_output(
     sizes: Mamba2Config,
     group: TPGroup,
 ) -> Float[jax.Array, "R values"]:
-    if sizes.has_cut_norm:
+    if sizes.has_cut_norm and not sizes.has_whole_chunks(SQUARES.chunk):
         return plain_gated_output(out, inputs, weight, eps, sizes, group)
-    norm, layer = stacked(weight)
-    return kernels.mamba2_output.gated_output(
+    (stack, layer), gates_first = stacked(weight), sizes.norm is not OutputNorm.BEFORE_GATE
+    sums, first, norm = None, 0, kernels.mamba2_output
+    if sizes.has_cut_norm:
+        own = norm.squares_of_chunks(out, inputs, gates_first=gates_first, order=SQUARES)
+        sums = all_gather.all_gather(group, own)
+        first = all_gather.number(group) * (sizes.values // SQUARES.chunk)
+    return norm.gated_output(
         out,
         inputs,
-        norm,
+        stack,
+        sums,
+        operand(first),
         operand(layer),
         eps=eps,
         norm_size=sizes.values if weight is None else sizes.norm_size,
-        gates_first=sizes.norm is not OutputNorm.BEFORE_GATE,
+        gates_first=gates_first,
         factor=sizes.out_factor,
         order=SQUARES,
     )

@@ -77,6 +77,10 @@ class Mamba2Config:
         """True if TP ranks share the columns of a group of the output norm."""
         return self.norm is not OutputNorm.NONE and self.values % self.norm_size > 0
 
+    def has_whole_chunks(self, chunk: int) -> bool:
+        """Returns True if a rank's columns and the groups of the output norm are whole chunks."""
+        return self.values % chunk == 0 == self.norm_size % chunk
+
     @property
     def channels(self) -> int:
         """Convolution channels: x of all heads, B of all groups, C of all groups."""
