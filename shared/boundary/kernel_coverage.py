@@ -203,6 +203,12 @@ def _experts_size_fault(
         for size in (model.hidden, experts.intermediate, experts.latent):
             if size % takes.experts_unit:
                 return f"expert widths that are multiples of {takes.experts_unit}, got {size}"
+        width, ranks = experts.local(blueprint.ranks.count).intermediate, blueprint.ranks.count
+        if width % takes.experts_unit:
+            return (
+                f"expert widths that are multiples of {takes.experts_unit} on each rank, "
+                f"got {experts.intermediate} on {ranks} ranks, {width} on each"
+            )
     return None
 
 
@@ -255,8 +261,10 @@ def _plain(blueprint: BackendSpec, takes: KernelLimits) -> Iterator[FallbackOp]:
         faults = (operation.fault(takes, blueprint, program) for program in programs)
         for reason, count in Counter(fault for fault in faults if fault is not None).items():
             if operation.is_refused:
+                fewer = "" if blueprint.ranks.is_single else "use a smaller --tp-size, or "
                 raise ValueError(
-                    f"GPU kernels require {reason}; set CUDA_VISIBLE_DEVICES= to serve on the CPU"
+                    f"GPU kernels require {reason}; {fewer}set CUDA_VISIBLE_DEVICES= to serve on "
+                    "the CPU"
                 )
             yield FallbackOp(operation.name, reason, count)
 

@@ -2,16 +2,29 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.kernels.aot_calls import calls_of
 from bench.kernels.random_configs import SEED, random_starts
-from bench.kernels.starts import DEMO, SHAPES, chosen, shipped, with_layers
+from bench.kernels.starts import (
+    DEMO,
+    SHAPES,
+    UNSUPPORTED_RANKS,
+    Start,
+    chosen,
+    shipped,
+    with_layers,
+)
 from bench.kernels.workers import Bounded, shared_out
 from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.options.command_line import parse
+from shared.process.device import Device
+from shared.process.start import prepare
 from shared.spec.draft_tree import TreeShape
+from tests.support.texts import BACKENDS
 from tests.support.worked import worked
 
 
@@ -23,6 +36,21 @@ def test_shipped_starts_cover_every_model_and_drafter(tmp_path: Path) -> None:
     for folder in (folder for folder in folders if (folder / "config.json").is_file()):
         assert any(folder.name in name for name in read), folder
     assert {start.ranks for start in starts} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+@pytest.mark.parametrize(("model", "ranks"), sorted(UNSUPPORTED_RANKS))
+def test_unsupported_ranks_raise_at_startup(model, ranks, backend, tmp_path: Path) -> None:
+    h200 = Device("gpu", "NVIDIA H200", 110 << 30)
+    platform = replace(BACKENDS[backend](), find_device=lambda: h200)
+    platform = replace(platform, take_devices=lambda count: None)
+    flags = Start(SHAPES / model, ranks=ranks).all_flags(tmp_path)
+    message = (
+        r"expert widths that are multiples of 16 on each rank, got \d+ on 8 ranks, \d+ on each"
+    )
+    with pytest.raises(ValueError, match=f"{message}; use a smaller --tp-size"):
+        prepare(parse(flags), platform)
+    prepare(parse([*flags[:-1], str(ranks // 2)]), platform)
 
 
 def test_with_layers_truncates_model_and_head(tmp_path: Path) -> None:
