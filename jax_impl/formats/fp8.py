@@ -54,6 +54,7 @@ def dequantized_words(planes: Planes) -> Float[jax.Array, "*layers outputs input
     words, scales = planes[VALUES], planes[SCALES].astype(jnp.float32) * (1 / SCALE_FACTOR)
     if scales.shape[-2] != words.shape[-2]:  # block scales
         scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
+        scales = scales[..., : words.shape[-2], :]
     codes = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
     *stack, count = words.shape
     blocks = codes.reshape(*stack, -1, FP8_BLOCK // 4, 4)

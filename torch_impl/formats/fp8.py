@@ -44,6 +44,7 @@ def dequantized_words(planes: Planes) -> Float[Tensor, "*experts outputs inputs"
     words, scales = planes[VALUES], planes[SCALES].float() / SCALE_FACTOR
     if scales.shape[-2] != words.shape[-2]:  # block scales
         scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
+        scales = scales[..., : words.shape[-2], :]
     blocks = words.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     codes = blocks.transpose(-1, -2).flatten(-3)
     return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()

@@ -113,7 +113,7 @@ def place_of_scales(
     """Returns the index of the scales of a slice of a parameter.
 
     Args:
-      place: Index of the slice, which consists of whole blocks.
+      place: Index of the slice, which consists of blocks; see `has_blocks`.
       shape: Shape of the parameter.
       granularity: Block or channel.
     """
@@ -121,7 +121,7 @@ def place_of_scales(
     are_alike = granularity is Granularity.CHANNEL or len(place) < len(shape) - 1
     if are_alike or isinstance(last, int):
         return place
-    return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
+    return (*outer, slice(last.start // BLOCK, -(-last.stop // BLOCK)))
 
 
 def quantize(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
@@ -180,6 +180,20 @@ def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool
     return not (is_cut or any(size % BLOCK for size in source.shape[-2:]))
 
 
+def has_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
+    """Returns True if a rank reads blocks of a tensor in order, of which the last one of a matrix
+    may have fewer outputs.
+    """
+    outputs, inputs = source.shape[-2:]
+    if len(source.shape) > 2:
+        return has_whole_blocks(source, granularity)
+    *before, (first, end) = source.ranges or ((0, outputs),)
+    are_whole = all(number % BLOCK == 0 for run in before for number in run)
+    is_one = first % BLOCK == 0 or first // BLOCK == (end - 1) // BLOCK
+    has_scales = granularity is not Granularity.BLOCK or are_whole and is_one
+    return has_scales and inputs % BLOCK == 0
+
+
 def kept_granularity(stored: Granularity) -> Granularity:
     """Returns the granularity in memory of stored scales: a tensor's scale is repeated for each
     output.
@@ -193,10 +207,10 @@ def taken_scales(
     granularity: Granularity,
     shape: tuple[int, ...],
 ) -> Float32[np.ndarray, "*stack scales scales_in"]:
-    """Returns the scales of a slice of a tensor that consists of whole blocks.
+    """Returns the scales of a slice of a tensor.
 
     Args:
-      source: The slice.
+      source: The slice, which consists of blocks; see `has_blocks`.
       scales: Scales of the whole tensor, as stored.
       granularity: Granularity of the result, block or channel; not finer than the stored one.
       shape: Shape of the slice in the parameter.

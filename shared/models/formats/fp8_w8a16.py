@@ -1,8 +1,9 @@
 """Packed FP8 (W8A16): e4m3 weights packed four to an int32, as kernels read them, with scales.
 
 The scales are per block of 128 outputs and 128 inputs, shape `[outputs / 128, inputs / 128]`, or
-per output, shape `[outputs, 1]`; the shape determines which. A per-tensor scale is repeated for
-each output. A dequantised weight is its value times its scale, rounded once to bfloat16.
+per output, shape `[outputs, 1]`; the shape determines which. The last block may have fewer outputs.
+A per-tensor scale is repeated for each output. A dequantised weight is its value times its scale,
+rounded once to bfloat16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,13 +35,14 @@ SCALE_FACTOR = 2.0**120
 """Factor of stored scales. A kernel moves the bits of an FP8 value into a bfloat16, which makes the
 value 2^-120 of what it is; the larger scales compensate. The product is rounded as if both had
 their true size."""
-KEPT = ("mlp.gate_up", "experts.gate_up", "experts.down")
+KEPT = ("mlp.gate_up", "experts.gate_up", "experts.down", "mamba2.inputs")
 """Suffixes of the names of parameters that are stored as packed FP8 on a GPU.
 
 A kernel dequantises a weight in registers to the same bits as a dequantised weight in memory, so
 the choice per parameter affects speed and memory only. All other parameters are dequantised when
 loaded: with few outputs, a GPU program has long dependency chains and little work to hide
-dequantisation behind.
+dequantisation behind. The input projection of a Mamba2 layer has the most outputs outside the MLPs
+(10,304 in Nemotron 3 Nano); its speed in FP8 has not been measured.
 """
 _LARGEST_SCALE = 2.0**7
 """From this value on, a scale times `SCALE_FACTOR` would overflow."""
@@ -68,12 +70,14 @@ class FP8W8A16:
         """Returns the format of a parameter that kernels read as packed FP8, on a GPU in bfloat16.
 
         All its tensors are FP8 in whole blocks; their scales are exact in bfloat16 and have one
-        granularity, block or channel. Reads the scales.
+        granularity, block or channel. If a layer has one tensor, its last block may be smaller.
+        Reads the scales.
         """
         is_served = context.reads_packed and not context.fp8_activations
         if not is_served or not parameter.name.endswith(KEPT):
             return None
-        found = {_granularity(tensor) for tensor in stored(parameter)}
+        is_single = all(len(sources) == 1 for sources in parameter.pieces)
+        found = {_granularity(tensor, is_single) for tensor in stored(parameter)}
         granularity = found.pop() if len(found) == 1 else None
         return None if granularity is None else cls(granularity)
 
@@ -96,10 +100,17 @@ class FP8W8A16:
         return widened(planes[VALUES], planes[SCALES])
 
 
-def _granularity(tensor: StoredTensor | None) -> Granularity | None:
-    """Returns the granularity in memory of a tensor; None if it cannot stay FP8."""
+def _granularity(tensor: StoredTensor | None, is_single: bool) -> Granularity | None:
+    """Returns the granularity in memory of a tensor; None if it cannot stay FP8.
+
+    Args:
+      is_single: True if it is the only tensor of a weight, whose last block may be smaller.
+    """
     stored = granularity_of(tensor)
-    if tensor is None or stored is None or not fp8.has_whole_blocks(tensor.source, stored):
+    if tensor is None or stored is None:
+        return None
+    has_blocks = fp8.has_blocks if is_single else fp8.has_whole_blocks
+    if not has_blocks(tensor.source, stored):
         return None
     return fp8.kept_granularity(stored) if are_in_bfloat16(tensor.read(SCALES)) else None
 
@@ -118,7 +129,7 @@ def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> ScaleLayout:
     """Returns the layout of the scales of a weight or a stack, from the shapes of packed values and
     scales.
     """
-    return ScaleLayout(words[-2] // scales[-2], scales[-1])
+    return ScaleLayout(1 if scales[-2] == words[-2] else FP8_BLOCK, scales[-1])
 
 
 def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -303,12 +303,13 @@ def first_row(first: int, outputs: int, rows: int) -> int:
     Args:
       first: The output.
       outputs: Outputs of the weight.
-      rows: Rows of the plane; each belongs to the same number of outputs.
+      rows: Rows of the plane; each belongs to as many outputs, a power of two, and the last one
+        possibly to fewer.
 
     Raises:
       ValueError: No row starts at the output.
     """
-    share = outputs // rows
+    share = 1 << (-(-outputs // rows) - 1).bit_length()
     if first % share:
         raise ValueError(
             f"the first output of a quantised weight must be a multiple of {share}, got {first}"
