@@ -4,6 +4,13 @@ from typing import Any
 
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16}
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1_no_norm": ("falcon_h1", {"mamba_rms_norm": False}),
+    "granitemoehybrid_dense": ("granitemoehybrid", {"num_local_experts": 0}),
+    "nemotron_h_no_mtp": ("nemotron_h", {"moe_latent_size": None}),
+}
+"""Families again, with other fields: no output norm, no experts, no latent and no MTP layers."""
+
 
 def mamba2_configs(llama: dict[str, Any], granite: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the contents of config.json by family, from those of two families without Mamba2."""

@@ -21,7 +21,7 @@ from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
 from shared.models.stacks import BIAS
-from tests.support.tiny_mamba2 import mamba2_configs
+from tests.support.tiny_mamba2 import VARIANTS, mamba2_configs
 from tests.support.tiny_switched import SWITCHED
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
@@ -256,11 +256,12 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with a number of heads that four ranks divide."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
+_CONFIGS |= {variant: _CONFIGS[name] | changed for variant, (name, changed) in VARIANTS.items()}
 DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next", *DIVIDED.values())
 """Families with GDN layers."""
 MAMBA2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
 """Families with Mamba2 layers."""
-HYBRIDS = (*MAMBA2, *DELTA)
+HYBRIDS = (*MAMBA2, *VARIANTS, *DELTA)
 """Families with a recurrent state."""
 WITH_MTP = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "nemotron_h", *DELTA)
 

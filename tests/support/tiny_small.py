@@ -13,6 +13,7 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.spec.standalone import SmallModel
+from tests.support.tiny_mamba2 import VARIANTS
 from tests.support.tiny_models import HEAD_SCALE, tiny_config, tiny_weights
 
 SMALLER: dict[str, Any] = {
@@ -43,7 +44,8 @@ def small_config(family: str, **fields: Any) -> dict[str, Any]:
         own = {"layer_types": config["layer_types"][-SMALLER["num_hidden_layers"] :]}
     if "num_kv_shared_layers" in config:
         own = own | {"num_kv_shared_layers": 0}
-    return {**config, **SMALLER, **own, **SMALLER_MAMBA2.get(family, {}), **fields}
+    base = VARIANTS[family][0] if family in VARIANTS else family
+    return {**config, **SMALLER, **own, **SMALLER_MAMBA2.get(base, {}), **fields}
 
 
 def small_model(
