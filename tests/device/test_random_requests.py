@@ -121,6 +121,15 @@ def test_random_requests_with_moe_equal_plain_output(family, backends):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "gemma4"])
+def test_random_requests_with_other_layers_equal_plain_output(family, backends):
+    """Attention next to Mamba2, in other layers and in the same, and shared KV."""
+    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("exact",)
+    any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
+    serve_at_random(backends, 25, 8, servers("torch", **any_of))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", LATENT)
 @pytest.mark.parametrize("rule", ["exact", "rejection", "block"])
 def test_random_requests_with_latent_attention_on_jax(family, rule, backends):
