@@ -210,7 +210,7 @@ def _nemotron(draws: Draws, config: Json, unit: int) -> Json:
 
 
 def _mamba2(draws: Draws, config: Json, unit: int) -> Json:
-    """Returns the config of a model whose layers have attention, Mamba2, or both in parallel."""
+    """Returns the config of a model with attention and Mamba2, in other layers or in parallel."""
     (family,) = config["architectures"]
     groups, heads, size = _mamba2_sizes(draws, unit)
     config |= {

@@ -1,4 +1,4 @@
-"""FP8 input projections of Mamba2 layers, whose last block of outputs is smaller than 128.
+"""FP8 input projections of Mamba2 layers, with a last block of fewer than 128 outputs.
 
 The projection of the model here has 1,040 outputs, as that of Nemotron 3 Nano has 10,304.
 """

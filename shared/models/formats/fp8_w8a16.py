@@ -104,7 +104,7 @@ def _granularity(tensor: StoredTensor | None, is_single: bool) -> Granularity | 
     """Returns the granularity in memory of a tensor; None if it cannot stay FP8.
 
     Args:
-      is_single: True if it is the only tensor of a weight, whose last block may be smaller.
+      is_single: True if it is the only tensor of a weight; its last block may be smaller.
     """
     stored = granularity_of(tensor)
     if tensor is None or stored is None:
