@@ -79,6 +79,9 @@ TP_RUNS = {
     ("torch", "torch ranks 4", Case("llama", "none", PLAIN, 16)),
     ("torch ranks 4", "jax", Case("llama", "none", PLAIN, 16)),
     ("torch ranks 2", "torch", Case("nemotron_h", "NEXTN", CHAIN, 16)),
+    ("torch", "torch ranks 2", Case("nemotron_h", "NEXTN", CHAIN, 16)),
+    ("torch ranks 2", "torch", Case("falcon_h1", "NGRAM", CHAIN, 16)),
+    ("torch", "torch ranks 2", Case("granitemoehybrid", "STANDALONE", CHAIN, 16)),
     ("torch", "torch ranks 4", Case("bamba", "none", PLAIN, 16)),
 }
 """Ranks run every step next to one rank and compare its bits; 4 ranks share 2 KV heads."""
