@@ -303,8 +303,8 @@ def first_row(first: int, outputs: int, rows: int) -> int:
     Args:
       first: The output.
       outputs: Outputs of the weight.
-      rows: Rows of the plane; each belongs to as many outputs, a power of two, and the last one
-        possibly to fewer.
+      rows: Rows of the plane; each belongs to the same number of outputs, a power of two, the last
+        one possibly to fewer.
 
     Raises:
       ValueError: No row starts at the output.
