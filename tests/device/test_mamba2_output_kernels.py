@@ -115,9 +115,9 @@ def squares_in_pallas(sizes: Mamba2Config, out: np.ndarray, projected: np.ndarra
 
 def squares_in_triton(sizes: Mamba2Config, out: np.ndarray, projected: np.ndarray) -> np.ndarray:
     kernel = KERNELS["triton"]["mamba2_output"].squares_of_chunks
-    rows = [on_device(x).bfloat16() for x in (out, projected)]
+    heads, row = (on_device(x).bfloat16() for x in (out, projected))
     gates_first = settings_of(sizes)["gates_first"]
-    return kernel(*rows, gates_first=gates_first, order=SQUARES).cpu().numpy()
+    return kernel(heads, row, gates_first=gates_first, order=SQUARES).cpu().numpy()
 
 
 def on_device(x: np.ndarray) -> torch.Tensor:
@@ -130,9 +130,9 @@ SQUARES_IN = {"pallas": squares_in_pallas, "triton": squares_in_triton}
 
 def shards_of(sizes: Mamba2Config, count: int) -> list[Arrays]:
     """The arrays of each of some TP ranks."""
-    arrays = [np.split(x[:, : sizes.values], count, axis=1) for x in inputs_of(sizes)[:2]]
-    weights = np.split(inputs_of(sizes)[2], count)
-    return [*zip(*arrays, weights, strict=True)]
+    out, projected, weight = inputs_of(sizes)
+    rows, gates = (np.split(x[:, : sizes.values], count, axis=1) for x in (out, projected))
+    return [*zip(rows, gates, np.split(weight, count), strict=True)]
 
 
 @cache
@@ -189,8 +189,8 @@ def test_mamba2_output_squares_bitwise_equal(monkeypatch) -> None:
     share_arithmetic(monkeypatch)
     for name, sizes in SHARED.items():
         out, projected, _ = inputs_of(sizes)
-        got = [run(sizes, out, projected) for run in SQUARES_IN.values()]
-        np.testing.assert_array_equal(*got, err_msg=name)
+        pallas, triton = (run(sizes, out, projected) for run in SQUARES_IN.values())
+        np.testing.assert_array_equal(pallas, triton, err_msg=name)
 
 
 @pytest.mark.parametrize("sizes", [NEMOTRON, SIZES["192 columns"]], ids=str)
@@ -247,8 +247,9 @@ def test_torch_mamba2_output_of_ranks_bitwise_equal(name: str, count: int, monke
         group = TPGroup(rank, count, None).on(Gathered(rank, whole))
         out, projected = on_device(out).bfloat16(), on_device(projected).bfloat16()
         operation = torch_impl.ops.recurrent.mamba2.kernel_gated_output
-        args = out, projected, on_device(weight), EPS, sizes.local(count), group
-        got.append(operation(torch_impl.ops.KERNELS, *args).float().cpu().numpy())
+        kernels, own = torch_impl.ops.KERNELS, sizes.local(count)
+        found = operation(kernels, out, projected, on_device(weight), EPS, own, group)
+        got.append(found.float().cpu().numpy())
     want = in_triton(sizes, inputs_of(sizes))
     np.testing.assert_array_equal(np.concatenate(got, axis=1), want)
 

@@ -90,17 +90,20 @@ def param(framework: str, case: Case):
     ("framework", "case"), [param(each, case) for each in ("torch", "jax") for case in CASES]
 )
 def test_track_interval_sets_hits_and_preserves_output(framework, case, interval, backends):
-    model = model_of(*case[:2])
+    family, drafter, shape = case
+    config, weights = model_of(family, drafter)
     if (framework, case) not in backends:
-        made = (*model, capacity_of(*case), drafter_of(*case[:2]))
-        backends[framework, case] = make_backend(framework, *made)
+        capacity = capacity_of(family, drafter, shape)
+        backends[framework, case] = make_backend(
+            framework, config, weights, capacity, drafter_of(family, drafter)
+        )
     serve = partial(rounds, backends[framework, case], case)
-    policy = replace(policy_of(case[1], is_hybrid=True), track_interval=interval)
+    policy = replace(policy_of(drafter, is_hybrid=True), track_interval=interval)
     for cold, warm, hit in zip(serve(NO_CACHE), serve(policy), (0, HITS[interval]), strict=True):
         for (asked, want), (request, outcome) in zip(cold, warm, strict=True):
             assert len(outcome.tokens) == TOKENS
             assert request.prompt == asked.prompt
             assert (request.cached_tokens or 0) == hit
             if outcome.tokens != want.tokens:
-                Oracle(*model).check(request.prompt, outcome.tokens, request.sampling)
+                Oracle(config, weights).check(request.prompt, outcome.tokens, request.sampling)
     assert_few_excused()

@@ -103,8 +103,7 @@ class FP8W8A16:
 def _granularity(tensor: StoredTensor | None, is_single: bool) -> Granularity | None:
     """Returns the granularity in memory of a tensor; None if it cannot stay FP8.
 
-    Args:
-      is_single: True if it is the only tensor of a weight; its last block may be smaller.
+    The last block of a weight's only tensor may be smaller.
     """
     stored = granularity_of(tensor)
     if tensor is None or stored is None:
