@@ -258,7 +258,7 @@ def changed(record: TransferRecord, **fields) -> TransferRecord:
 
 
 CHANGES = {
-    "version": ("version", lambda h: {"version": 2}),
+    "version": ("version", lambda h: {"version": h.version - 1}),
     "fingerprint": ("fingerprint", lambda h: {"fingerprint": "other"}),
     "page size": ("arrays", lambda h: {"page_size": 8}),
     "array": ("arrays", lambda h: {"arrays": h.arrays[1:]}),
