@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from tests.support.recorded_requests import FOLDER, RecordedRequest, distinct, s
 from tests.support.scripted_model import call_of, serving_script
 from tests.support.sdk_types import message_events, message_of, response_events, response_of
 
+ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = f"<think>\nI need the tool.\n</think>\n\nFirst.{call_of('look', city='Rome')}"
 RECORDED = [
     pytest.param(request, id=f"{path.stem} {number}")
@@ -64,6 +66,24 @@ def test_recorded_request_is_answered(server, request_: dict[str, Any]):
             check_events(path, answer.text)
         else:
             check_whole(path, answer)
+
+
+def test_ignored_fields_of_clients_are_documented(server):
+    """Fields without effect, which `--strict-fields` rejects, are in the list of the page."""
+    ignored: set[str] = set()
+    for parameters in RECORDED:
+        (request,) = parameters.values
+        body = {**request["body"], "model": "default", "stream": False}
+        body.pop("stream_options", None)
+        answer = httpx.post(
+            server.url + request["path"], json=body, headers=request["headers"], timeout=60
+        )
+        ignored.update(answer.json().get("ignored") or ())
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    _, table = page.split("| client | ignored field |")
+    rows = [line for line in table.split("\n\n")[0].splitlines() if "`" in line]
+    documented = {name for row in rows for name in row.split("|")[2].split("`")[1::2]}
+    assert ignored == documented
 
 
 def test_stored_requests_have_no_prose():
