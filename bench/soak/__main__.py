@@ -23,6 +23,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agents.add_options(parser)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     args = parser.parse_args(arguments)
+    save = partial(_save, args.out)
     try:
-        report = agents.measure(args) if args.sessions else _mixed(args.minutes)
+        report = agents.measure(args, save) if args.sessions else _mixed(args.minutes)
     except* (
         RuntimeError,
         ValueError,
@@ -64,12 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"The soak failed: {error or type(error).__name__}", file=sys.stderr)
         return_code = FAILED
     else:
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(report)
         return_code = int(bool(report["faults"]))
         for fault in report["faults"]:
             print(fault, file=sys.stderr)
     return return_code
+
+
+def _save(file: Path | None, report: dict[str, Any]) -> None:
+    """Writes the results, if there is a file for them."""
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _mixed(minutes: float) -> dict[str, Any]:

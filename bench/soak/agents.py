@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -53,8 +53,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--flags", default="", help="more flags of the server, in one word")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Plays the sessions with plain decoding and with every drafter; prints the table.
+
+    Args:
+      args: See `add_options`.
+      save: Receives the results so far after each drafter, as a run may take hours.
 
     Returns:
       The command, the lines of the table, and the failed checks as sentences.
@@ -73,8 +77,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     faults: list[str] = []
     growths: dict[str, Any] = {}
     plain: list[Record] = []
+    report: dict[str, Any] = {
+        "command": f"python -m bench.soak {shlex.join(sys.argv[1:])}",
+        "versions": {name: version(name) for name in ("numpy", args.backend)},
+        "lines": [],
+        "resources": growths,
+        "faults": faults,
+    }
     for drafts, cached in ((PLAIN, False), *((each, True) for each in args.drafts)):
-        run, samples, accept_length = _run(args, played, Draft.parse(drafts), cached)
+        run, samples, accept_length = play(args, played, Draft.parse(drafts), cached)
         plain = plain or run.records
         line = line_of(drafts, cached, run, run.records, plain, accept_length)
         name = f"{drafts} {'with' if cached else 'without'} prefix cache"
@@ -82,19 +93,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         faults += [f"{name}: {fault}" for fault in examples_of_faults(run.records, plain, cached)]
         growths[name] = _growth(name, samples, faults)
         lines.append(line)
+        report["lines"].append(asdict(line))
+        save(report)
     print(table(lines))
-    return {
-        "command": f"python -m bench.soak {shlex.join(sys.argv[1:])}",
-        "versions": {name: version(name) for name in ("numpy", args.backend)},
-        "lines": [asdict(line) for line in lines],
-        "resources": growths,
-        "faults": faults,
-    }
+    return report
 
 
-def _run(
+def play(
     args: argparse.Namespace, played: Sequence[Session], draft: Draft, cached: bool
 ) -> tuple[Run, list[Sample], float]:
+    """Plays the sessions on a server of their own.
+
+    Returns:
+      The run, samples of the server, and its mean acceptance length.
+
+    Raises:
+      RuntimeError: The server did not start.
+    """
     flags = [*draft.flags(folders_beside(args.model)), *shlex.split(args.flags)]
     # The pool of state snapshots grows with the requests. Aborted streams leave some there, which
     # must not evict those of other sessions.

@@ -10,13 +10,15 @@ from typing import Any
 import jsonschema
 import pytest
 
+from bench.soak import agents
 from bench.soak.__main__ import main
 from bench.soak.clients import BODIES, Answer, Call
-from bench.soak.resources import Growth, Sample, judge, metrics
+from bench.soak.resources import MODEL, Growth, Sample, judge, metrics
 from bench.soak.runs import (
     UNIT,
     CacheModel,
     Record,
+    Run,
     fault_of,
     next_messages,
     prefix_keys,
@@ -221,6 +223,36 @@ def test_quarters_of_latencies_are_medians():
     )
     found = [replace(base, round=i, seconds=float(i // 2)) for i in range(8)]
     assert quarters(found) == [0.0, 1000.0, 2000.0, 3000.0]
+
+
+def test_agent_results_written_after_each_drafter(tmp_path, monkeypatch):
+    """A run that ends early keeps the results of the drafters before."""
+    out, runs = tmp_path / "soak.json", []
+
+    def played(args, played, draft, cached):
+        if len(runs) == 2:
+            raise RuntimeError("the server ended")
+        runs.append(draft)
+        record = Record(
+            session=0,
+            round=0,
+            output="a",
+            fault="",
+            prompt_tokens=64,
+            cached_tokens=0,
+            at_least=0,
+            at_most=0,
+            seconds=0.1,
+        )
+        run = Run("http://unused", MODEL, 1, lambda: None)
+        run.records.append(record)
+        return run, [], 1.0
+
+    monkeypatch.setattr(agents, "play", played)
+    words = ["--sessions", "1", "--drafts", "NEXTN:S=3", "NGRAM:N=8", "--out", str(out)]
+    assert main(words) == 2
+    lines = json.loads(out.read_text(encoding="utf-8"))["lines"]
+    assert [line["drafts"] for line in lines] == ["none", "NEXTN:S=3"]
 
 
 @pytest.mark.matrix
