@@ -33,7 +33,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     flags = ["--well-behaved", "--api-key", "key", "--reasoning-parser", "qwen3"]
-    flags += ["--tool-call-parser", "hermes"]
+    flags += ["--tool-call-parser", "hermes", "--store-responses"]
     with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
         yield running
 
