@@ -76,8 +76,9 @@ class FP8W8A16:
         is_served = context.reads_packed and not context.fp8_activations
         if not is_served or not parameter.name.endswith(KEPT):
             return None
-        is_single = all(len(sources) == 1 for sources in parameter.pieces)
-        found = {_granularity(tensor, is_single) for tensor in stored(parameter)}
+        tensors = stored(parameter)
+        is_single = len(tensors) == len(parameter.pieces)
+        found = {_granularity(tensor, is_single) for tensor in tensors}
         granularity = found.pop() if len(found) == 1 else None
         return None if granularity is None else cls(granularity)
 
