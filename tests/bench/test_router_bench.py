@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.serving import router_hit_rate, router_overhead
+from bench.serving import live_hit_rate, router_hit_rate, router_overhead
 from shared.options.router import CACHE_AWARE, LEAST_LOAD, ROUND_ROBIN
 
 
@@ -34,3 +34,14 @@ def test_router_overhead_writes_both_sides(tmp_path):
     (row,) = json.loads(path.read_text())["rows"]
     assert row["bare"]["requests"] > 1
     assert row["throughput_share"] > 0
+
+
+@pytest.mark.matrix
+def test_live_hits_of_prefix_policy_exceed_round_robin(tmp_path):
+    path = tmp_path / "found.json"
+    words = ["--users", "8", "--turns", "3", "--replicas", "2", "--think-s", "0.1"]
+    assert live_hit_rate.main([*words, "--out", str(path)]) == 0
+    rows = {row["policy"]: row for row in json.loads(path.read_text())["rows"]}
+    assert len({row["prompt_tokens"] for row in rows.values()}) == 1
+    assert rows["longest prefix"]["hit_rate"] > rows[ROUND_ROBIN]["hit_rate"] > 0
+    assert rows["single"]["busiest"] == 1.0
