@@ -292,7 +292,7 @@ def test_nixl_transfer_keeps_output(folder):
             remote = decode.complete(prompt_of(seed), **fields)
             assert _cached(remote) == 64, _failures(decode)
             assert _output(remote) == _output(prefill.complete(prompt_of(seed), **fields))
-        received = 'kv_transfer_records_total{direction="received",backend="nixl"}'
+        received = 'kv_transfer_records_total{backend="nixl",direction="received"}'
         assert _metrics(decode)[received] == 3
         for server in (prefill, decode):
             _check_idle(server)
