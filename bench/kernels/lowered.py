@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.kernels.starts import DEMO, Start
+from bench.kernels.starts import ADAPTERS, DEMO, Start
 from bench.kernels.workers import format_error
 from shared.boundary.program import Program, ProgramFeature, StepKind
 
-STARTS = (Start(DEMO / "target", "NEXTN"), Start(DEMO / "target", "EAGLE3"))
+STARTS = (
+    Start(DEMO / "target", "NEXTN"),
+    Start(DEMO / "target", "EAGLE3"),
+    Start(DEMO / "target", flags=ADAPTERS),
+)
 
 
 def described_gpu() -> Any:

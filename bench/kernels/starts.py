@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
 UNSUPPORTED_RANKS = {("gemma-4-26b-a4b", 8), ("gpt-oss-20b", 8), ("nemotron-3-nano", 8)}
 """Models and ranks that startup rejects: 8 ranks have 88, 360 and 232 columns of an expert."""
+ADAPTERS = ("--max-lora-rank", "16", "--lora-target-modules", "all")
+"""Flags of a server with slots for LoRA adapters of all linear layers."""
 COUNTS = (1, 2, 4, 8)
 """Ranks of a startup; numbers by which a model cannot be sharded are skipped."""
 LAYERS, LAYERS_BELOW_HEADS = 4, 8
@@ -89,6 +91,8 @@ def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
             yield model, "NEXTN", ()
         if model == SHAPES / "qwen3-8b-fp8":  # the others have experts or gated-delta layers
             yield model, PLAIN, ("--fp8-activations",)
+        if model == SHAPES / "qwen3.5-9b":  # attention and gated-delta layers
+            yield model, PLAIN, ADAPTERS
         if model == DEMO / "vlm":
             continue
         for name, folder in folders_of(model, {}).items():
