@@ -29,6 +29,11 @@ JUDGED = 16
 
 RESOURCES = ("rss_bytes", "threads", "files")
 
+TABLE = ("--speculative-ngram-capacity", "65536")
+"""Size of n-gram tables. The pages of the default one, 100 MB, are mapped as it fills, which would
+count as growth.
+"""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of agent sessions."""
@@ -114,6 +119,7 @@ def play(
     # The pool of state snapshots grows with the requests. Aborted streams leave some there, which
     # must not evict those of other sessions.
     flags += ["--max-running-requests", str(2 * args.at_once), "--log-level", "warning"]
+    flags += TABLE if "NGRAM" in draft.algorithm else []
     flags += [] if cached else ["--disable-radix-cache"]
     with own_server(args.model, args.backend, args.context_length, flags) as (url, pid):
         num_rounds = sum(len(session.rounds) for session in played)
