@@ -32,15 +32,17 @@ from shared.process.disaggregation.wake_up import WakeUp
 from tests.support.in_process_engine import Served, started
 
 HOST, IDLE_S, LIMIT_S = "127.0.0.1", 0.05, 600.0
-LEAST_PREFILL = 128
-"""Tokens of the smallest prefill program, at least those after the last page of a record."""
+PREFILLS = (128, 1024)
+"""Tokens of the smaller prefill programs: those after the last page of one record, and of several
+prompts at once.
+"""
 
 
 def few_programs(capacity: BackendLimits, num_running: int) -> BackendLimits:
     """Keeps the programs that the measurements use, because each takes seconds to compile.
 
-    These are the smallest and the largest prefill of each batch, decode steps of all slots, and all
-    other kinds. None has logprobs.
+    These are the prefills of `PREFILLS` tokens and the largest of each batch, decode steps of all
+    slots, and all other kinds. None has logprobs.
 
     Args:
       capacity: All programs of a server.
@@ -52,7 +54,7 @@ def few_programs(capacity: BackendLimits, num_running: int) -> BackendLimits:
         if program.work is StepKind.PREFILL:
             sizes[program.batch].add(program.tokens)
     kept = {
-        batch: {min((size for size in found if size >= LEAST_PREFILL), default=max(found))}
+        batch: {min((x for x in found if x >= size), default=max(found)) for size in PREFILLS}
         | {max(found)}
         for batch, found in sizes.items()
     }
