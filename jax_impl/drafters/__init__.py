@@ -33,6 +33,7 @@ class DraftRequests(NamedTuple):
       deltas: M-RoPE position delta of each request; None for a text-only model.
       relay: Draft input of each request; None for a drafter without one.
       window_page_tables: See `AttentionRows`; read by a drafter that reads the target's KV.
+      adapters: Adapter slot of each request, 0 for none; None for a step without adapters.
     """
 
     slots: Int[jax.Array, " B"]
@@ -44,6 +45,7 @@ class DraftRequests(NamedTuple):
     max_drafts: Int[jax.Array, " B"]
     page_table: Int[jax.Array, "B table"]
     window_page_tables: WindowPageTables
+    adapters: Int[jax.Array, " B"] | None
 
     @classmethod
     def of(
@@ -65,6 +67,7 @@ class DraftRequests(NamedTuple):
             max_drafts=plan.sampling.max_drafts,
             page_table=plan.page_table,
             window_page_tables=plan.window_page_tables,
+            adapters=plan.adapters,
         )
 
     @property

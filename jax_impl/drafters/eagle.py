@@ -85,13 +85,14 @@ class EagleDrafter(NamedTuple):
         self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking
     ) -> DraftState:
         assert memory.relay is not None  # a head has a relay
-        new, kv = relay_of(self.head, memory.kv[0], committed, rank)
+        new, kv = relay_of(self.head.adapted(plan.adapters), memory.kv[0], committed, rank)
         return memory._replace(kv=(kv,), relay=memory.relay.put(plan.slots, new))
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> tuple[DraftTrees, DraftState]:
-        drafted, kv = draft(self.head, memory.kv[0], requests, shape, rank)
+        head = self.head.adapted(requests.adapters)
+        drafted, kv = draft(head, memory.kv[0], requests, shape, rank)
         return drafted, memory._replace(kv=(kv,))
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jax_impl.adapters import with_adapters
 from jax_impl.layers import FEEDS, AttentionContext, Hidden, attention, output_and_mlp
 from jax_impl.model import Forward, Model, lm_head_input
 from jax_impl.model_weights import BlockWeights, HeadWeights, Layer
@@ -32,6 +33,7 @@ from shared.models.mixers import SelfAttentionConfig
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]
 Logits = Float[jax.Array, "R vocab"]
+Run = Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, KV]]
 
 
 class Head(NamedTuple):
@@ -47,16 +49,25 @@ class Head(NamedTuple):
       projected: Returns the LM-head projection of this rank's shard from the output of `forward`.
       vocabulary: Vocabulary of the head.
       columns: Target token of each logit; None if the vocabularies are equal.
+      bind: Returns `forward` with the adapter slot of each request; None for a head without
+        adapters.
     """
 
     config: ModelConfig
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], tuple[Hidden, KV]]
+    forward: Run
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
+    bind: Callable[[Int[jax.Array, " B"]], Run] | None = None
+
+    def adapted(self, slots: Int[jax.Array, " B"] | None) -> "Head":
+        """Returns the head with the adapter slot of each request, if it has adapters."""
+        if slots is None or self.bind is None:
+            return self
+        return self._replace(forward=self.bind(slots))
 
     def logits(self, hidden: Hidden) -> Logits:
         """Returns the logits over the target's vocabulary."""
@@ -71,20 +82,31 @@ def mtp(model: Model) -> Head:
     like = (config.draft_layer,)
 
     def forward(
-        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
+        adapters: Int[jax.Array, " B"] | None,
+        rows: AttentionRows,
+        tokens: Tokens,
+        shown: ImageEmbeds | None,
+        hidden: Hidden,
+        kv: KV,
     ) -> tuple[Hidden, KV]:
+        slots = None if adapters is None else adapters[rows.request]
+        layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([embedded, normed], axis=1), weights.fc)
         joined = all_gather.all_gather(group, joined)
-        stream = linear.stream(joined, weights.layer.input_norm, None, group)
-        qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
-        x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
+        stream = linear.stream(joined, layer.input_norm, None, group)
+        qkv = rmsnorm_linear(stream, eps, layer.mixer.inputs)
+        x, kv = _through(config, like, (layer,), qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
-    return Head(config, 1, (), _final_hidden, forward, *_head(model))
+    def bind(slots: Int[jax.Array, " B"]) -> Run:
+        return partial(forward, slots)
+
+    run = partial(forward, None)
+    return Head(config, 1, (), _final_hidden, run, *_head(model), bind)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:

@@ -18,6 +18,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.transfer_spec import STEP_BYTES, WORD_BYTES, ExportKV, ImportKV
 from shared.models.cache_spec import ITEM_BYTES
 from shared.models.lora_shapes import AdapterArrays, AdapterShapes
+from shared.models.mtp import MTP_LAYER
 from shared.spec.draft_tree import TreeShape
 
 WORDS = "adapter_words"
@@ -67,6 +68,15 @@ class AdapterPoolSpec:
     shapes: tuple[AdapterShapes, ...]
     dtype: str
     step_bytes: int = STEP_BYTES
+
+    @property
+    def step_kinds(self) -> tuple[StepKind, ...]:
+        """Kinds of steps with rows that have adapters: prefill and decode, which run the target.
+
+        Steps that only draft are included if the MTP layer has adapters.
+        """
+        adapts_mtp = any(x.parameter.name.startswith(MTP_LAYER) for x in self.shapes)
+        return (StepKind.PREFILL, StepKind.DECODE, *([StepKind.DRAFT] if adapts_mtp else []))
 
     def local(self, tp_rank: int, count: int) -> dict[str, AdapterShapes]:
         """Returns the shapes of one of `count` TP ranks, by parameter."""

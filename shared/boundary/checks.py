@@ -5,13 +5,11 @@ from itertools import chain
 
 import numpy as np
 
+from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import BackendLimits, Decode, StepPlan
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.transfer_spec import TRANSFERS, TransferSpec
 from shared.drafts.drafter_spec import DrafterSpec
-
-ADAPTED = (StepKind.PREFILL, StepKind.DECODE)
-"""Kinds of steps that run the target, so that their rows may have adapters."""
 
 
 def check_capacity(
@@ -46,6 +44,7 @@ def check_capacity(
         )
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores, capacity.transfer)
+        _check_adapters(program, capacity.adapters)
         if program.work is StepKind.ENCODE:
             _check_encoding(program, capacity)
         if program.shares_rows and capacity.accept_rule != "exact":
@@ -71,8 +70,6 @@ def _check_program(
         raise ValueError(
             f"prompt logprobs require a prefill and max_scores of at least 1, got {program}"
         )
-    if program.has(ProgramFeature.LORA) and program.work not in ADAPTED:
-        raise ValueError(f"adapters require a prefill or a decode, got {program}")
     if program.has(ProgramFeature.NGRAM_DRAFTS) is not bool(shape.copied):
         raise ValueError(
             f"n-gram drafts and a tree shape with room for them require each other, got {program}"
@@ -95,6 +92,17 @@ def _check_program(
         own = shape.drafter
         if not own.is_plain:
             drafts.block.check_shape(own.depth, own.width, own.scratch)
+
+
+def _check_adapters(program: Program, pool: AdapterPoolSpec | None) -> None:
+    if not program.has(ProgramFeature.LORA):
+        return
+    assert pool is not None  # checked above
+    if program.work not in pool.step_kinds:
+        raise ValueError(
+            "adapters require a prefill, a decode, or a draft step with an adapted MTP layer, got "
+            f"{program}"
+        )
 
 
 def _check_encoding(program: Program, capacity: BackendLimits) -> None:

@@ -11,7 +11,6 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import BackendLimits, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
-from shared.boundary.checks import ADAPTED
 from shared.boundary.program import OF_A_PLAN, Program, ProgramFeature, StepKind
 from shared.engine.allocator import Allocator
 from shared.engine.ngram_scope import scope_of
@@ -48,6 +47,7 @@ class Planner:
         self._reports = np.zeros(capacity.num_slots, np.int32)
         self._scopes = np.zeros((capacity.num_slots, 2), np.int32)
         self._adapters = np.zeros(capacity.num_slots, np.int32)
+        self._adapted = capacity.adapters.step_kinds if capacity.adapters is not None else ()
         self._binding = 0
         self._held: dict[Program, PreparedPlan] = {}
         self._by_kind: dict[
@@ -149,10 +149,24 @@ class Planner:
         scores = rows.work is StepKind.PREFILL and any(r.wants_scores for r in requests)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs, scores)
         tree = None if rows.shape is None else rows.shape.tree
-        for program, sizes in self._by_kind.get((rows.work, _brought(rows), rows.blocks), ()):
+        for program, sizes in self._by_kind.get((rows.work, self._brought(rows), rows.blocks), ()):
             if tree in (None, program.shape.tree) and all(map(operator.ge, sizes, wanted)):
                 return program
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
+
+    def _brought(self, rows: ScheduledRows) -> ProgramFeature:
+        """Returns the input features of the plan of these rows."""
+        brought = {
+            ProgramFeature.HOST_DRAFT: rows.drafts,
+            ProgramFeature.NGRAM_DRAFTS: rows.copies,
+            ProgramFeature.MASK: rows.masks,
+        }
+        if rows.work in self._adapted:
+            slots = (request.adapter_slot for request in rows.requests)
+            brought[ProgramFeature.LORA] = next(filter(None, slots), None)
+        return reduce(
+            operator.or_, (e for e, of in brought.items() if of is not None), ProgramFeature.NONE
+        )
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
         """Writes the per-slot parameters of the rows: slots, pages, reports and sampling."""
@@ -186,21 +200,6 @@ def _sizes(program: Program) -> tuple[int, ...]:
         program.has(ProgramFeature.PROMPT_LOGPROBS),
     )
     return (program.batch, program.pages, program.tokens, program.shape.rows, *of_the_result)
-
-
-def _brought(rows: ScheduledRows) -> ProgramFeature:
-    """Returns the input features of the plan of these rows."""
-    brought = {
-        ProgramFeature.HOST_DRAFT: rows.drafts,
-        ProgramFeature.NGRAM_DRAFTS: rows.copies,
-        ProgramFeature.MASK: rows.masks,
-    }
-    if rows.work in ADAPTED:
-        slots = (request.adapter_slot for request in rows.requests)
-        brought[ProgramFeature.LORA] = next(filter(None, slots), None)
-    return reduce(
-        operator.or_, (e for e, of in brought.items() if of is not None), ProgramFeature.NONE
-    )
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))

@@ -27,7 +27,7 @@ from shared.models.mixers import (
     SelfAttentionConfig,
 )
 from shared.models.mlp import FeedForwardConfig, MLPConfig, MoEConfig, NoMLP
-from shared.models.mtp import MtpLayers
+from shared.models.mtp import MTP_LAYER, MtpLayers
 from shared.models.stacks import StackSettings
 
 
@@ -220,6 +220,12 @@ class ModelConfig:
         """
         mlp = self.experts or self.dense or NoMLP()
         return LayerConfig(mixer=self.attentions[0], mlp=mlp)
+
+    @property
+    def draft_place(self) -> LayerPlace:
+        """Place of the MTP layer, which is alone in its groups and in its pool."""
+        mixer, mlp = self.draft_layer.mixer.kind, self.draft_layer.mlp.kind
+        return LayerPlace(f"{MTP_LAYER}{mixer}", 0, f"{MTP_LAYER}{mlp}", 0, pool=0, pool_index=0)
 
     @property
     def num_layers(self) -> int:

@@ -100,8 +100,8 @@ class AdapterArrays:
 
 
 def adaptable(wanted: Sequence[Parameter]) -> list[Parameter]:
-    """Returns the parameters of decoder layers that may have adapters."""
-    return [x for x in wanted if x.name.rpartition(".")[2] in MATRICES and "mtp." not in x.name]
+    """Returns the parameters of decoder layers and of the MTP layer that may have adapters."""
+    return [x for x in wanted if x.name.rpartition(".")[2] in MATRICES]
 
 
 def is_of_experts(parameter: Parameter) -> bool:

@@ -7,6 +7,9 @@ decoder layer. Embedding and LM head are the target's.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+MTP_LAYER = "mtp.layer."
+"""Prefix of the parameters of its decoder layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MtpFormat:

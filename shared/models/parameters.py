@@ -15,7 +15,7 @@ from shared.models import per_layer
 from shared.models.config import ModelConfig
 from shared.models.groups import group, parallel_groups
 from shared.models.layers import LayerConfig
-from shared.models.mtp import MtpLayers
+from shared.models.mtp import MTP_LAYER, MtpLayers
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm, stack
 
@@ -177,5 +177,5 @@ def _mtp_parameters(config: ModelConfig, mtp: MtpLayers) -> list[Parameter]:
             single_norm(f"mtp.{name}", mtp.tensor(tensor), hidden, config.norm_centre)
             for name, tensor in norms.items()
         ),
-        *decoder_parameters("mtp.layer.", config, [mtp.layer], [config.draft_layer], [mtp.mlp]),
+        *decoder_parameters(MTP_LAYER, config, [mtp.layer], [config.draft_layer], [mtp.mlp]),
     ]

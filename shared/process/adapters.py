@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.engine.adapter_slots import HostAdapter
 from shared.engine.request import AdapterVersion
+from shared.models.config import ModelConfig
 from shared.models.lora import Adapter
 from shared.models.lora_shapes import (
     AdapterShapes,
@@ -18,6 +19,7 @@ from shared.models.lora_shapes import (
     padded_rank,
 )
 from shared.models.parameter import Parameter
+from shared.models.parameters import parameters
 from shared.models.weight_files import CheckpointError
 from shared.options.lora import ALL, LoraOptions
 
@@ -28,25 +30,34 @@ class AdapterFiles:
 
     Attributes:
       model: Name of the model family, for messages.
-      whole: Parameters of the model, not shards.
+      whole: Parameters of the model that the server loads, not shards.
+      unused: Parameters that it does not load: those of the MTP layer, unless NEXTN drafts.
       opened: The adapters by name.
       options: Options of LoRA adapters.
     """
 
     model: str
     whole: Sequence[Parameter]
+    unused: Sequence[Parameter]
     opened: Mapping[str, Adapter]
     options: LoraOptions
 
     @classmethod
-    def of(cls, options: LoraOptions, model: str, whole: Sequence[Parameter]) -> AdapterFiles:
+    def of(cls, options: LoraOptions, model: ModelConfig, with_mtp: bool) -> AdapterFiles:
         """Opens the adapters, and checks that they fit the model.
+
+        Args:
+          options: Options of LoRA adapters.
+          model: Config of the model.
+          with_mtp: True if NEXTN drafts with the MTP layer.
 
         Raises:
           CheckpointError: An adapter is invalid or does not fit.
         """
         opened = {name: Adapter(Path(folder)) for name, folder in options.folders.items()}
-        files = cls(model, whole, opened, options)
+        whole, every = parameters(model, with_mtp), parameters(model, model.has_mtp)
+        unused = [] if with_mtp else every[len(whole) :]
+        files = cls(model.name, whole, unused, opened, options)
         for adapter in opened.values():
             files.check(adapter)
         return files
@@ -57,7 +68,7 @@ class AdapterFiles:
         Raises:
           CheckpointError: It does not.
         """
-        adapter.check(self.whole, self.model)
+        adapter.check([*self.whole, *self.unused], self.model)
         if adapter.max_rank > self.max_rank:
             raise CheckpointError(
                 f"adapter {adapter.folder} has rank {adapter.max_rank}, and --max-lora-rank is "
@@ -69,6 +80,16 @@ class AdapterFiles:
                 raise CheckpointError(
                     f"adapter {adapter.folder} changes {parameter.name}, for which the server has "
                     "no room; start it with --lora-target-modules all"
+                )
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Startup notes on tensors that do not affect the text."""
+        for name, adapter in self.opened.items():
+            if any(adapter.adapts(parameter) for parameter in adaptable(self.unused)):
+                yield (
+                    f"adapter {name} changes the MTP layer, which is not used without "
+                    "--speculative-algorithm NEXTN; the text does not depend on it"
                 )
 
     @property

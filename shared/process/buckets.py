@@ -8,7 +8,6 @@ from itertools import product
 
 from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import BackendLimits, BackendSpec
-from shared.boundary.checks import ADAPTED
 from shared.boundary.images import EncoderCacheSpec
 from shared.boundary.ngram_table import ENTRY_BYTES, NgramTableSpec
 from shared.boundary.program import CAPTURED, Program, ProgramFeature, StepKind
@@ -97,7 +96,7 @@ def capacity_for(
     if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(StepKind.DECODE, 1, table, 0, plain, ProgramFeature.LOGPROBS))
     if adapters is not None:
-        adapted = [program for program in programs if program.work in ADAPTED]
+        adapted = [program for program in programs if program.work in adapters.step_kinds]
         programs += [program.with_features({ProgramFeature.LORA: True}) for program in adapted]
         programs += adapters.programs
     return BackendLimits(

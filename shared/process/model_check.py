@@ -190,7 +190,7 @@ def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterFiles | 
     served = options.server.served_model_name or Path(options.model.model_path).name
     if taken := {served, DEFAULT_NAME} & options.lora.folders.keys():
         raise ConfigError(f"--lora-paths names an adapter {min(taken)}, as the model; rename it")
-    return AdapterFiles.of(options.lora, model.name, parameters(model, False))
+    return AdapterFiles.of(options.lora, model, options.speculative.with_mtp)
 
 
 def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> str | None:

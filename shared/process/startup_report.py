@@ -53,6 +53,8 @@ def start_notes(start: ValidatedStartup) -> Iterator[str]:
     yield from tokenizer_notes(target.folder.path)
     yield from head_notes(options, start.opened.draft)
     yield from rank_notes(memory)
+    if start.adapter_files is not None:
+        yield from start.adapter_files.notes
     simulated = options.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (

@@ -51,7 +51,6 @@ from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, draft_tree, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
-from shared.spec.lora import BatchAdapters
 from shared.spec.merge_drafts import NgramTrees
 from shared.spec.model import Weights
 from shared.spec.tree_growth import DraftRequests
@@ -91,7 +90,9 @@ class ReferenceBackend:
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._tower = tower_weights
         self._adapters = new_adapters(capacity.adapters)
-        self._drafter = drafter_of(self._blueprint, weights, draft_weights, lambda: self.state.kv)
+        self._drafter = drafter_of(
+            self._blueprint, weights, draft_weights, lambda: self.state.kv, self._adapters
+        )
         self._columns = (draft_weights or {}).get("draft_ids")
         if drafts.token_map is not None:
             self._columns = np.array(drafts.token_map)
@@ -193,12 +194,6 @@ class ReferenceBackend:
             self._count(batch, b, tokens, int(work.first_positions[row]))
         return {}
 
-    def _lora(self, batch: Batch, rows: slice) -> BatchAdapters | None:
-        """Returns the adapters of some rows; None if the program takes none."""
-        if batch.adapters is None:
-            return None
-        return BatchAdapters(self._adapters, batch.adapters[rows])
-
     def _logits(self, hidden: model.Hidden) -> Float[np.ndarray, "R vocab"]:
         return model.logits(self._config, self._weights, hidden)
 
@@ -283,7 +278,7 @@ class ReferenceBackend:
             seen.shown,
             seen.turns,
             {size: pages[b : b + 1] for size, pages in batch.window_page_tables.items()},
-            lora=self._lora(batch, slice(b, b + 1)),
+            lora=batch.lora(self._adapters, slice(b, b + 1)),
         )
         self.state.kv = forward.kv
         put(self.state.delta, slot, state)
@@ -323,7 +318,7 @@ class ReferenceBackend:
             work.shape.rows,
             batch.deltas,
             batch.window_page_tables,
-            lora=self._lora(batch, slice(None)),
+            lora=batch.lora(self._adapters, slice(None)),
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)

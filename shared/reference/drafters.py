@@ -1,6 +1,6 @@
 """Drafters of the reference backend, each with its own state of all slots and pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from shared.spec import (
 )
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.lora import AdapterWeights
 from shared.spec.model import Weights
 from shared.spec.recurrent_state import RecurrentState
 from shared.spec.standalone import SmallModel
@@ -294,10 +295,15 @@ def drafter_of(
     weights: Weights,
     draft_weights: Weights | None,
     target_kv: Callable[[], cache_pools.Pools],
+    adapters: Mapping[str, AdapterWeights],
 ) -> ReferenceDrafter | None:
     """Returns the drafter with its weights and the target's; None without a drafter.
 
-    `target_kv` returns the pools of the target.
+    Args:
+      blueprint: The backend.
+      weights, draft_weights: Weights of the target, and of a draft head or draft model.
+      target_kv: Returns the pools of the target.
+      adapters: Adapter slots, which an MTP layer reads.
     """
     drafts, capacity, config = blueprint.drafts, blueprint.capacity, blueprint.config
     if drafts.model is not None:
@@ -306,11 +312,11 @@ def drafter_of(
         )
     if drafts.head is None:
         made = eagle.EagleHeadDrafter.nextn(config, weights) if drafts.with_mtp else None
-        return HeadDrafter(made, capacity) if made else None
+        return HeadDrafter(made, capacity, adapters) if made else None
     head = DraftHead(drafts.head, draft_weights or {})
     if drafts.head.traits.reads_target_kv:
         own = assistant.Assistant(head, config, weights)
         return TargetKVDrafter(own, capacity, target_kv)
     if drafts.block is not None:
         return BlockDrafter(dflash.BlockHeadDrafter(head, weights), capacity)
-    return HeadDrafter(eagle.EagleHeadDrafter.of_head(head, weights), capacity)
+    return HeadDrafter(eagle.EagleHeadDrafter.of_head(head, weights), capacity, adapters)

@@ -1,6 +1,6 @@
 """Drafters of the reference backend with a draft input: heads that draft level by level."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from shared.spec import assistant, attention, cache_pools, eagle, model
 from shared.spec.attention import AttentionRows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.layers import ImageEmbeds
+from shared.spec.lora import AdapterWeights
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens
 
 
@@ -73,9 +74,14 @@ class CarriesInputs:
 class HeadDrafter(CarriesInputs):
     """Drafter for NEXTN, EAGLE and EAGLE-3."""
 
-    def __init__(self, drafter: eagle.EagleHeadDrafter, capacity: BackendLimits) -> None:
+    def __init__(
+        self,
+        drafter: eagle.EagleHeadDrafter,
+        capacity: BackendLimits,
+        adapters: Mapping[str, AdapterWeights],
+    ) -> None:
         super().__init__(capacity, drafter.layer.hidden)
-        self._drafter = drafter
+        self._drafter, self._adapters = drafter, adapters
         self._kv = cache_pools.new_kv(
             drafter.layer.attentions[0], drafter.num_layers, capacity.num_pages, capacity.page_size
         )
@@ -99,9 +105,8 @@ class HeadDrafter(CarriesInputs):
                 chunk_rows(batch, b, chunk, draft_from), mrope_positions=chunk.seen.turns
             )
             reads = self._drafter.reads(chunk.passed)
-            hidden, scores, self._kv = self._drafter.run(
-                rows, chunk.following, chunk.seen.shown, reads, self._kv
-            )
+            run = self._drafter.adapted(batch.lora(self._adapters, slice(b, b + 1)))
+            hidden, scores, self._kv = run(rows, chunk.following, chunk.seen.shown, reads, self._kv)
             out.append(hidden[-1])
             logits.append(scores[-1])
         self._carry(batch, np.stack(out), np.stack(logits), np.arange(len(fed)), rank)
@@ -115,6 +120,7 @@ class HeadDrafter(CarriesInputs):
     ) -> Trees:
         """Same as `ReferenceDrafter.draft`."""
         relay = self._relay(batch, rank)
+        head = self._drafter.adapted(batch.lora(self._adapters, slice(None)))
 
         def run(
             rows: AttentionRows,
@@ -123,7 +129,7 @@ class HeadDrafter(CarriesInputs):
             hidden: model.Hidden,
             kv: cache_pools.KV,
         ) -> tuple[model.Hidden, Logits, cache_pools.KV]:
-            return self._drafter.run(batch.turned(rows), tokens, shown, hidden, kv)
+            return head(batch.turned(rows), tokens, shown, hidden, kv)
 
         tree, self._kv = eagle.draft(run, self._kv, relay, requests, shape, rank)
         return Trees.drafted_as(tree)
@@ -142,7 +148,8 @@ class HeadDrafter(CarriesInputs):
         rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth=W - 1)
         rows = batch.turned(rows)
         reads = self._drafter.reads(fed.passed)
-        out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
+        run = self._drafter.adapted(batch.lora(self._adapters, slice(None)))
+        out, logits, self._kv = run(rows, fed.following, None, reads, self._kv)
         self._carry(batch, out, logits, _last_rows(fed, counts), rank)
 
     def _carry(

@@ -1,6 +1,6 @@
 """Rows of a plan and their draft trees, in the form that the reference backend processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +29,7 @@ from shared.spec import (
 )
 from shared.spec.attention import AttentionRows, WindowPageTables
 from shared.spec.draft_tree import TreeShape
+from shared.spec.lora import AdapterWeights, BatchAdapters
 from shared.spec.merge_drafts import DraftedTrees, MergedTrees, NgramTrees
 from shared.spec.model import Forward
 from shared.spec.recurrent_state import RecurrentState
@@ -101,6 +102,10 @@ class Batch:
         """Returns the page table of each KV pool of the target."""
         windows = self.window_page_tables
         return [windows.get(pool.window or 0, self.page_table) for pool in pools]
+
+    def lora(self, adapters: Mapping[str, AdapterWeights], rows: slice) -> BatchAdapters | None:
+        """Returns the adapters of some rows; None if the program takes none."""
+        return None if self.adapters is None else BatchAdapters(adapters, self.adapters[rows])
 
     def turned(self, rows: AttentionRows) -> AttentionRows:
         """Adds M-RoPE positions to text rows of a vision-language model."""

@@ -23,6 +23,7 @@ from shared.spec.cache_pools import KV
 from shared.spec.draft_tree import TreeShape
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import NormedStream
+from shared.spec.lora import BatchAdapters, with_adapters
 from shared.spec.model import Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree, grow
@@ -43,6 +44,7 @@ def mtp(
     shown: ImageEmbeds | None,
     hidden: Hidden,
     kv: KV,
+    lora: BatchAdapters | None = None,
 ) -> tuple[Hidden, Logits, KV]:
     """Computes the MTP layer of a checkpoint, which shares embedding and LM head with the model.
 
@@ -55,7 +57,9 @@ def mtp(
       shown: Image embeddings that replace embeddings of such tokens.
       hidden: Hidden states after the model's final norm; while drafting, after the MTP layer's own.
       kv: KV of the MTP layer.
+      lora: Adapters of the requests; None without.
     """
+    weights = with_adapters(weights, lora, rows.request)
     embeds = layers.embed_tokens(weights["embed"], tokens, shown)
     embeds = model.norm(config, embeds, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
@@ -165,17 +169,24 @@ class EagleHeadDrafter:
       num_layers: Number of its layers.
       run: The head.
       reads: Function from a target pass to the hidden states that the head reads.
+      bind: Returns `run` with the adapters of the requests; None for a head without adapters.
     """
 
     layer: ModelConfig
     num_layers: int
     run: Head
     reads: Callable[[Forward], Hidden]
+    bind: Callable[[BatchAdapters], Head] | None = None
 
     @classmethod
     def nextn(cls, config: ModelConfig, weights: Weights) -> "EagleHeadDrafter":
         """Returns the model's own MTP layer as a drafter."""
-        return cls(config, 1, partial(mtp, config, weights), lambda passed: passed.hidden)
+
+        def bind(lora: BatchAdapters) -> Head:
+            return partial(mtp, config, weights, lora=lora)
+
+        run = partial(mtp, config, weights)
+        return cls(config, 1, run, lambda passed: passed.hidden, bind)
 
     @classmethod
     def of_head(cls, head: DraftHead, target: Weights) -> "EagleHeadDrafter":
@@ -191,6 +202,10 @@ class EagleHeadDrafter:
 
         run = partial(eagle3, config, weights, target)
         return cls(config.layer, config.layer.num_layers, run, project)
+
+    def adapted(self, lora: BatchAdapters | None) -> Head:
+        """Returns the head with the adapters of the requests, if it has adapters."""
+        return self.run if lora is None or self.bind is None else self.bind(lora)
 
 
 def embedding(weights: HeadWeights, target: Weights) -> Float[np.ndarray, "vocab hidden"]:

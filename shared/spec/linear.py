@@ -67,7 +67,7 @@ class Matrix:
     def rows(self, first: int) -> "Matrix":
         """Returns the outputs from `first` on, at which a row of each plane must start.
 
-        Only draft heads, which have no adapters, leave out outputs.
+        Only block heads, which have no adapters, leave out outputs.
         """
         assert not first or self.lora is None
         begins = partial(first_row, first, self.num_outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from shared.models.parameters import parameters
 from tests.support.lora_engine import GREEDY, PROMPT, SAMPLED, engine_of, request, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import drive
+from tests.support.tiny_models import write_tiny
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("first", "second")
@@ -21,9 +23,11 @@ NAMES = ("first", "second")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters of all modules of a hybrid model, and the checkpoints with them merged."""
+    """Two adapters of all modules of a hybrid model with MTP, and the checkpoints with them
+    merged.
+    """
     base, folder = GOLDEN / "qwen3_5_dense", tmp_path_factory.mktemp("adapters")
-    modules = module_names(base, parameters(config_from_folder(base), False))
+    modules = module_names(base, parameters(config_from_folder(base), True))
     found = {"": base}
     for seed, name in enumerate(NAMES):
         adapter = write_adapter(folder / name, base, modules, seed=seed, rank=3 + seed)
@@ -64,6 +68,27 @@ def test_adapted_text_equals_merged_model(
     assert got == [base, *merged, base]
     assert base not in merged
     assert merged[0] != merged[1]
+
+
+def test_adapted_mtp_accepts_tokens_of_merged_model(tmp_path: Path) -> None:
+    """An adapter without tensors of the MTP layer has other accepted tokens."""
+    base = tmp_path / "base"
+    config = write_tiny(base, "qwen3_5", 3)
+    modules = module_names(base, parameters(config, True))
+    target = [name for name in modules if not name.startswith("mtp.")]
+    whole = write_adapter(tmp_path / "whole", base, modules, alpha=3)
+    part = write_adapter(tmp_path / "part", base, target, alpha=3)
+    merged = write_merged(tmp_path / "merged", base, whole)
+
+    def accepted(folder: Path, name: str, words: Sequence[str] = ()) -> float:
+        engine = engine_of(folder, [*words, *DRAFTERS["NEXTN"]])
+        texts(engine, [request(i, name, PROMPT[i:], max_tokens=48) for i in range(3)])
+        return engine.metrics.snapshot()["spec_decode_num_accepted_tokens_total"]
+
+    want = accepted(merged, "")
+    words = ["--lora-paths", f"whole={whole}", f"part={part}"]
+    assert accepted(base, "whole", words) == want > 0
+    assert accepted(base, "part", words) != want
 
 
 def test_base_rows_keep_bits_next_to_adapters(folders: dict[str, Path]) -> None:

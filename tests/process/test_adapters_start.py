@@ -7,18 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.checks import ADAPTED
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.models.weight_files import CheckpointError
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device
 from shared.process.start import ValidatedStartup, prepare
+from shared.process.startup_report import start_notes
 from tests.support.lora_files import adapter_weights, write_adapter
 from tests.support.serve_reference import PLATFORM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "qwen3"
+DOWN_PROJ = "model.language_model.layers.0.mlp.down_proj"
 LORA, PART = (
     f"{name}={GOLDEN / folder}"
     for name, folder in (("all", "qwen3_lora"), ("part", "qwen3_lora_part"))
@@ -48,16 +49,35 @@ def test_memory_plan_has_line_of_adapters(count: int) -> None:
 
 
 def test_programs_with_adapters_double_others() -> None:
-    programs = started(["--lora-paths", LORA]).memory.capacity.programs
+    capacity = started(["--lora-paths", LORA]).memory.capacity
+    programs, kinds = capacity.programs, capacity.adapters.step_kinds
     adapted = {p for p in programs if p.has(ProgramFeature.LORA)}
-    plain = {p for p in programs if p.work in ADAPTED} - adapted
+    plain = {p for p in programs if p.work in kinds} - adapted
     assert {p.with_features({ProgramFeature.LORA: False}) for p in adapted} == plain
     assert sum(p.work is StepKind.LOAD_ADAPTER for p in programs) == 1
-    others = {p for p in adapted if p.work in ADAPTED}
+    others = {p for p in adapted if p.work in kinds}
     loads = {p for p in programs if p.work is StepKind.LOAD_ADAPTER}
     assert started().memory.capacity.programs == tuple(
         p for p in programs if p not in others | loads
     )
+
+
+@pytest.mark.parametrize("drafter", ["NEXTN", "NGRAM"])
+def test_adapters_of_mtp_layer_follow_nextn(drafter: str, tmp_path: Path) -> None:
+    base = GOLDEN / "qwen3_5_dense"
+    folder = write_adapter(tmp_path, base, ["mtp.layers.0.mlp.down_proj", DOWN_PROJ])
+    words = ["--lora-paths", f"both={folder}", "--speculative-algorithm", drafter]
+    words.append("--language-model-only")
+    start = started(words, base=base)
+    capacity, is_nextn = start.memory.capacity, drafter == "NEXTN"
+    names = {each.parameter.name for each in capacity.adapters.shapes}
+    assert names == {"mlp.down", *(["mtp.layer.mlp.down"] if is_nextn else [])}
+    assert (StepKind.DRAFT in capacity.adapters.step_kinds) is is_nextn
+    notes = [note for note in start_notes(start) if "changes the MTP layer" in note]
+    assert [note.split(",")[0] for note in notes] == (
+        [] if is_nextn else ["adapter both changes the MTP layer"]
+    )
+    assert start.adapter_reader.read("both", str(folder)).words
 
 
 def test_reader_versions_follow_files() -> None:

@@ -288,6 +288,7 @@ class JaxHead:
             max_drafts=rank.sampling.max_drafts,
             page_table=table,
             window_page_tables={},
+            adapters=None,
         )
         drafted, _ = eagle.draft(self._head, kv, requests, shape, rank)
         return drafted.tokens, drafted.parents, drafted.num_nodes

@@ -236,6 +236,7 @@ class TorchHead:
             max_drafts=ints([shape.nodes - 1]),
             page_table=self._table,
             window_page_tables={},
+            adapters=None,
         )
         drafted = eagle.draft(self._head, self._kv, requests, shape, rank)
         return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()

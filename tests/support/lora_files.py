@@ -137,7 +137,8 @@ def load_plans(capacity: BackendLimits, adapter: HostAdapter, slot: int) -> Iter
 
 
 def _pool(opened: Iterable[Adapter], base: Path, num_slots: int) -> AdapterPoolSpec:
-    wanted = adaptable(parameters(config_from_folder(base), False))
+    config = config_from_folder(base)
+    wanted = adaptable(parameters(config, config.has_mtp))
     rank = padded_rank(max(each.max_rank for each in opened))
     changed = [x for x in wanted if any(each.adapts(x) for each in opened)]
     return AdapterPoolSpec(num_slots, tuple(AdapterShapes(x, rank) for x in changed), "float32")

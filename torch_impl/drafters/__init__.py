@@ -34,6 +34,7 @@ class DraftRequests:
       deltas: M-RoPE position delta of each request; None for a text-only model.
       relay: Draft input of each request; None for a drafter without one.
       window_page_tables: See `AttentionRows`; read by a drafter that reads the target's KV.
+      adapters: Adapter slot of each request, 0 for none; None for a step without adapters.
     """
 
     slots: Int[Tensor, " B"]
@@ -45,6 +46,7 @@ class DraftRequests:
     max_drafts: Int[Tensor, " B"]
     page_table: Int[Tensor, "B P"]
     window_page_tables: WindowPageTables
+    adapters: Int[Tensor, " B"] | None
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class DraftRequests:
             max_drafts=plan.sampling.max_drafts,
             page_table=plan.page_table,
             window_page_tables=plan.window_page_tables,
+            adapters=plan.adapters,
         )
 
     @property

@@ -64,14 +64,14 @@ class EagleDrafter:
         self._extend(memory, plan, committed, rank)
 
     def _extend(self, memory: DraftState, plan: Plan, committed: ExtendRows, rank: Ranking) -> None:
-        new, held = relay_of(self.head, memory.kv[0], committed, rank), memory.relay
+        head, held = self.head.adapted(plan.adapters), memory.relay
         assert held is not None  # a head has a relay
-        held.put(plan.slots, new)
+        held.put(plan.slots, relay_of(head, memory.kv[0], committed, rank))
 
     def draft(
         self, memory: DraftState, requests: DraftRequests, shape: TreeShape, rank: Ranking
     ) -> DraftTrees:
-        return draft(self.head, memory.kv[0], requests, shape, rank)
+        return draft(self.head.adapted(requests.adapters), memory.kv[0], requests, shape, rank)
 
 
 def relay_of(head: Head, kv: KV, committed: ExtendRows, rank: Ranking) -> DraftInput:

@@ -5,7 +5,7 @@ enter the first layer, and in the LM head. `torch_impl.drafters.eagle` drafts wi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
 from shared.models.mixers import SelfAttentionConfig
+from torch_impl.adapters import with_adapters
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -37,6 +38,7 @@ from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whol
 
 Tokens = Int[Tensor, " R"]
 Logits = Float[Tensor, "R vocab"]
+Run = Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], Hidden]
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,25 @@ class Head:
       projected: Returns the LM-head projection of this rank's shard from the output of `forward`.
       vocabulary: Vocabulary of the head.
       columns: Target token of each logit; None if the vocabularies are equal.
+      bind: Returns `forward` with the adapter slot of each request; None for a head without
+        adapters.
     """
 
     config: ModelConfig
     num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[AttentionRows, Tokens, ImageEmbeds | None, Hidden, KV], Hidden]
+    forward: Run
     projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
+    bind: Callable[[Int[Tensor, " B"]], Run] | None = None
+
+    def adapted(self, slots: Int[Tensor, " B"] | None) -> "Head":
+        """Returns the head with the adapter slot of each request, if it has adapters."""
+        if slots is None or self.bind is None:
+            return self
+        return replace(self, forward=self.bind(slots))
 
     def logits(self, hidden: Hidden) -> Logits:
         """Returns the logits over the target's vocabulary."""
@@ -78,8 +89,15 @@ def mtp(model: Model) -> Head:
     frequencies = model.frequencies[config.attentions[0]]
 
     def forward(
-        rows: AttentionRows, tokens: Tokens, shown: ImageEmbeds | None, hidden: Hidden, kv: KV
+        adapters: Int[Tensor, " B"] | None,
+        rows: AttentionRows,
+        tokens: Tokens,
+        shown: ImageEmbeds | None,
+        hidden: Hidden,
+        kv: KV,
     ) -> Hidden:
+        slots = None if adapters is None else adapters[rows.request]
+        layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
@@ -87,12 +105,16 @@ def mtp(model: Model) -> Head:
         joined = all_gather.all_gather(
             group, product(torch.cat([embedded, normed], dim=1), weights.fc)
         )
-        stream = linear.stream(joined, weights.layer.input_norm, None, group)
-        qkv = rmsnorm_linear(stream, eps, weights.layer.mixer.inputs)
-        x = _through(config, like, (weights.layer,), frequencies, qkv, stream, rows, kv)
+        stream = linear.stream(joined, layer.input_norm, None, group)
+        qkv = rmsnorm_linear(stream, eps, layer.mixer.inputs)
+        x = _through(config, like, (layer,), frequencies, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
-    return Head(config, 1, (), _final_hidden, forward, *_head(model))
+    def bind(slots: Int[Tensor, " B"]) -> Run:
+        return partial(forward, slots)
+
+    run = partial(forward, None)
+    return Head(config, 1, (), _final_hidden, run, *_head(model), bind)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
