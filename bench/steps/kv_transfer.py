@@ -24,7 +24,7 @@ from bench.common.session import reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from shared.boundary.kv_transfer import TransferRecord
 from shared.engine.engine import Engine
-from shared.engine.request import Request, SamplingParams
+from shared.engine.request import CacheNamespace, Request, SamplingParams
 from tests.support.in_process_engine import Served, ask, one_bucket, started
 
 HEADER = (
@@ -44,7 +44,7 @@ def exported(engine: Engine, prompt: Sequence[int]) -> tuple[float, TransferReco
     """Returns the seconds of an export, and its record."""
     assert engine.transfer is not None
     began = time.perf_counter()
-    job = engine.transfer.begin_export(prompt, "", ())
+    job = engine.transfer.begin_export(prompt, CacheNamespace(""), ())
     assert job is not None, "the prompt is not cached"
     until_idle(engine)
     assert job.record is not None
