@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -64,9 +64,11 @@ def test_output_independent_of_tier_switches(framework, overlap, served):
 
 
 def leaves(state: Any) -> Iterator[Any]:
-    """Yields the arrays of nested dataclasses and tuples."""
+    """Yields the arrays of nested dataclasses, mappings and tuples."""
     if is_dataclass(state):
         state = [getattr(state, item.name) for item in fields(state)]
+    if isinstance(state, Mapping):
+        state = [*state.values()]
     if isinstance(state, (tuple, list)):
         for part in state:
             yield from leaves(part)
