@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float64, Int, Int32
 
 from shared.boundary.backend import BackendLimits, StepResult
 from shared.boundary.program import StepKind
-from shared.engine.controller import Controller, Gauges, Reserve
-from shared.engine.ngram.index import NgramIndex
+from shared.engine.controller import Controller, DelegatingController, Reserve
 from shared.engine.request import Request
 from shared.engine.rows import ScheduledRows
 from shared.spec.draft_tree import TreeShape
@@ -105,7 +104,7 @@ class BranchRates:
         return np.minimum(np.log(rates[1] / rates[0]), 0.0)
 
 
-class BranchCalibrationController:
+class BranchCalibrationController(DelegatingController):
     """Controller that calibrates the trees of another controller's steps.
 
     Args:
@@ -113,29 +112,12 @@ class BranchCalibrationController:
       capacity: Limits of the backend.
 
     Attributes:
-      inner: See above.
       rates: Acceptance off the first path of all trees so far.
     """
 
     def __init__(self, inner: Controller, capacity: BackendLimits) -> None:
-        self.inner, self.rates = inner, BranchRates(capacity.max_calibrated)
-        self.max_rows = inner.max_rows
-        self.gauges: Gauges = inner.gauges
-
-    @property
-    def index(self) -> NgramIndex | None:
-        """N-gram index of the inner controller."""
-        return self.inner.index
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes of the inner controller."""
-        return self.inner.notes
-
-    @property
-    def needs_last_result(self) -> bool:
-        """True if the inner controller needs tokens of a step in flight."""
-        return self.inner.needs_last_result
+        super().__init__(inner)
+        self.rates = BranchRates(capacity.max_calibrated)
 
     def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
         """Returns the rows of the inner controller, with the rates if the device grows a tree."""
@@ -143,10 +125,6 @@ class BranchCalibrationController:
         if rows is None or not _has_branches(rows.shape) or rows.drafts is not None:
             return rows
         return replace(rows, branch_calibration=self.rates.log_ratio().astype(np.float32))
-
-    def on_submit(self, rows: ScheduledRows) -> None:
-        """Notifies the inner controller that a step is submitted."""
-        self.inner.on_submit(rows)
 
     def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Learns from verified trees, also from those that a draft step has grown before."""
@@ -163,20 +141,6 @@ class BranchCalibrationController:
             tokens=result.tokens[alive],
             accepted=result.counts[alive].astype(np.int64) - 1,  # -1 for a failed row
         )
-
-    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
-        """Notifies the inner controller of tokens committed to a request's output."""
-        self.inner.on_tokens(request, tokens)
-
-    def on_finish(self, request: Request) -> None:
-        """Notifies the inner controller that a request ended."""
-        self.inner.on_finish(request)
-
-    def on_truncate(self, request_id: int, num_tokens: int) -> None:
-        """Notifies the inner controller that the output of a finished request ends after
-        `num_tokens` tokens.
-        """
-        self.inner.on_truncate(request_id, num_tokens)
 
 
 def with_branch_calibration(controller: Controller, capacity: BackendLimits) -> Controller:

@@ -92,6 +92,62 @@ class Controller(Protocol):
         ...
 
 
+class DelegatingController:
+    """Controller that passes on what a subclass does not handle itself.
+
+    Args:
+      inner: Controller to pass it on to.
+
+    Attributes:
+      inner: See above.
+    """
+
+    def __init__(self, inner: Controller) -> None:
+        self.inner, self.max_rows = inner, inner.max_rows
+        self.gauges: Gauges = inner.gauges
+
+    @property
+    def index(self) -> NgramIndex | None:
+        """Same as that of the inner controller."""
+        return self.inner.index
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Same as those of the inner controller."""
+        return self.inner.notes
+
+    @property
+    def needs_last_result(self) -> bool:
+        """Same as that of the inner controller."""
+        return self.inner.needs_last_result
+
+    def select_rows(self, ready: Sequence[Request], reserve: Reserve) -> ScheduledRows | None:
+        """Returns the rows of the inner controller."""
+        return self.inner.select_rows(ready, reserve)
+
+    def on_submit(self, rows: ScheduledRows) -> None:
+        """Notifies the inner controller, which has time while the device works."""
+        self.inner.on_submit(rows)
+
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
+        """Notifies the inner controller of the result of a step."""
+        self.inner.on_result(rows, result)
+
+    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
+        """Notifies the inner controller of tokens committed to a request's output."""
+        self.inner.on_tokens(request, tokens)
+
+    def on_finish(self, request: Request) -> None:
+        """Notifies the inner controller that a request ended."""
+        self.inner.on_finish(request)
+
+    def on_truncate(self, request_id: int, num_tokens: int) -> None:
+        """Notifies the inner controller that the output of a finished request ends after
+        `num_tokens` tokens.
+        """
+        self.inner.on_truncate(request_id, num_tokens)
+
+
 def shapes_by_batch(
     capacity: BackendLimits,
     *,

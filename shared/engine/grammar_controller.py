@@ -12,7 +12,7 @@ from shared.boundary.buffers import mask_words
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.controller import (
     Controller,
-    Gauges,
+    DelegatingController,
     Reserve,
     of_no_corpus,
     shapes_by_batch,
@@ -30,7 +30,7 @@ Tree = tuple[list[int], list[int]]
 """Tokens and parents of a tree's nodes."""
 
 
-class GrammarController:
+class GrammarController(DelegatingController):
     """Controller for batches in which a request has a grammar; delegates all other steps.
 
     The mask of a node depends on its path, so the host needs the trees before verification. With a
@@ -44,9 +44,6 @@ class GrammarController:
       inner: Controller of all other steps, which is notified of these too.
       index: N-gram index that drafts on the host; None if the device drafts, or nothing does.
 
-    Attributes:
-      inner: See above.
-
     Raises:
       ValueError: The backend has no decode program that takes masks.
     """
@@ -54,6 +51,7 @@ class GrammarController:
     def __init__(
         self, capacity: BackendLimits, inner: Controller, index: NgramIndex | None
     ) -> None:
+        super().__init__(inner)
         masked = [program for program in capacity.programs if program.has(ProgramFeature.MASK)]
         if not masked:
             raise ValueError("no decode program takes the masks of a grammar")
@@ -61,22 +59,11 @@ class GrammarController:
         self._plain = _widest(capacity, host_draft=False)
         drafts = [program for program in capacity.programs if program.work is StepKind.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
-        self.inner, self._index, self._words = inner, index, mask_words(capacity.vocab)
+        self._index, self._words = index, mask_words(capacity.vocab)
         self._has_ngram_table = capacity.texts is not None
         self._decoded_last: Sequence[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
-        self.gauges: Gauges = inner.gauges
-
-    @property
-    def index(self) -> NgramIndex | None:
-        """N-gram index of the controller of all other steps."""
-        return self.inner.index
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Notes of the controller of all other steps."""
-        return self.inner.notes
 
     @property
     def needs_last_result(self) -> bool:
@@ -174,10 +161,6 @@ class GrammarController:
             masks.append(mask_of or {})
         return kept, masks
 
-    def on_submit(self, rows: ScheduledRows) -> None:
-        """Notifies the inner controller, which has time while the device works."""
-        self.inner.on_submit(rows)
-
     def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
         """Stores the trees of a draft step."""
         if rows.work is not StepKind.DRAFT:
@@ -188,20 +171,10 @@ class GrammarController:
             tree = result.drafts[row, :count].tolist(), result.parents[row, :count].tolist()
             self._drafted[request.request_id] = tree
 
-    def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:
-        """Notifies the inner controller of tokens committed to a request's output."""
-        self.inner.on_tokens(request, tokens)
-
     def on_finish(self, request: Request) -> None:
         """Discards the stored tree of the request."""
         self._drafted.pop(request.request_id, None)
         self.inner.on_finish(request)
-
-    def on_truncate(self, request_id: int, num_tokens: int) -> None:
-        """Notifies the inner controller that the output of a finished request ends after
-        `num_tokens` tokens.
-        """
-        self.inner.on_truncate(request_id, num_tokens)
 
 
 def _widest(capacity: BackendLimits, *, host_draft: bool) -> dict[int, TreeShape]:
