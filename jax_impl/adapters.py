@@ -24,7 +24,6 @@ Adapters = Mapping[str, AdapterWeights]
 """Adapters of each parameter that has some, by name; stacks of layers."""
 
 NO_ADAPTERS: Adapters = {}
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 def new_adapters(pool: AdapterPoolSpec | None, num_ranks: int, dtype: np.dtype | type) -> Adapters:
@@ -58,14 +57,14 @@ def load(
     """Writes the layers of a load step into an adapter slot, with the outputs of each rank."""
     found = dict(adapters)
     for array, span in pool.arrays(program):
-        values = lax.bitcast_convert_type(words[span], DTYPES[array.dtype]).reshape(array.shape)
-        if not group.is_single and array.name in OUTPUT_AXES:
-            ranks = range(group.count)
-            outputs = np.stack([pool.outputs(array.parameter, i, group.count) for i in ranks])
-            own = jnp.asarray(outputs)[number(group)]
-            values = jnp.take(values, own, axis=OUTPUT_AXES[array.name])
         weights = found[array.parameter]
         memory = getattr(weights, array.name)
+        values = lax.bitcast_convert_type(words[span], memory.dtype).reshape(array.shape)
+        if not group.is_single and array.name in OUTPUT_AXES:
+            runs = [pool.runs(array.parameter, i, group.count) for i in range(group.count)]
+            outputs = np.stack([np.concatenate([np.arange(a, end) for a, end in x]) for x in runs])
+            own = jnp.asarray(outputs)[number(group)]
+            values = jnp.take(values, own, axis=OUTPUT_AXES[array.name])
         first = (slot[0] - 1, array.layers.start, *[0] * (values.ndim - 1))
         memory = lax.dynamic_update_slice(memory, values[None], first)
         found[array.parameter] = weights._replace(**{array.name: memory})

@@ -19,8 +19,6 @@ from shared.boundary.program import Program, StepKind
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.transfer_spec import Arrays, TransferArray, TransferSpec, word_spans
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
 _Owner = DeviceState | DraftState
 _AnyOwner = TypeVar("_AnyOwner", DeviceState, DraftState)
 """The target's state, or the drafter's, which have pools and snapshots under the same names."""
@@ -139,7 +137,7 @@ def _own(
     ranks: TPGroup, array: TransferArray, words: Int32[jax.Array, "n words"], shape: tuple[int, ...]
 ) -> Shaped[jax.Array, "n ..."]:
     """Returns the entries of words, with the columns of the rank, in the given shape."""
-    whole = lax.bitcast_convert_type(words, DTYPES[array.dtype])
+    whole = lax.bitcast_convert_type(words, jnp.dtype(array.dtype))
     whole, first, own = whole.reshape(len(words), array.rows, -1), 0, []
     for each in array.sections:
         part = whole[..., first : first + each.size]

@@ -25,9 +25,6 @@ Adapters = Mapping[str, AdapterWeights]
 NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
 def new_adapters(
     pool: AdapterPoolSpec | None, num_ranks: int, dtype: torch.dtype, device: torch.device
 ) -> Adapters:
@@ -60,12 +57,12 @@ def load(
 ) -> None:
     """Writes the layers of a load step into an adapter slot, with the outputs of this rank."""
     for array, span in pool.arrays(program):
-        values = words[span].view(DTYPES[array.dtype]).view(array.shape)
-        if not group.is_single and array.name in OUTPUT_AXES:
-            outputs = pool.outputs(array.parameter, group.rank, group.count)
-            own = torch.from_numpy(outputs).to(words.device)
-            values = values.index_select(values.ndim + OUTPUT_AXES[array.name], own)
         memory = getattr(adapters[array.parameter], array.name)[:, array.layers]
+        values = words[span].view(memory.dtype).view(array.shape)
+        if not group.is_single and array.name in OUTPUT_AXES:
+            axis = OUTPUT_AXES[array.name]
+            runs = pool.runs(array.parameter, group.rank, group.count)
+            values = torch.cat([values.narrow(axis, a, end - a) for a, end in runs], axis)
         # Slot 0 is that of an empty plan at startup, before any adapter is loaded.
         memory.index_copy_(0, (slot.long() - 1).clamp(min=0), values[None])
 

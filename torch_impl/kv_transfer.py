@@ -17,8 +17,7 @@ from shared.boundary.transfer_spec import Arrays, TransferArray, TransferSpec, w
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.ops.collectives.all_gather import all_gather_kv_heads, own_keys
 from torch_impl.step_context import StepContext
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from torch_impl.weights import DTYPES
 
 
 @dataclass(frozen=True)

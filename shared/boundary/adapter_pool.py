@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.transfer_spec import STEP_BYTES, WORD_BYTES, ExportKV, ImportKV
@@ -85,11 +85,13 @@ class AdapterPoolSpec:
             for x in self.shapes
         }
 
-    def outputs(self, parameter: str, tp_rank: int, count: int) -> Int[np.ndarray, " share"]:
-        """Returns the outputs of a parameter that one of `count` TP ranks stores."""
-        shard = self.local(tp_rank, count)[parameter].parameter
-        runs = shard.runs or ((0, shard.shape[-2]),)
-        return np.concatenate([np.arange(first, end) for first, end in runs])
+    def runs(self, parameter: str, tp_rank: int, count: int) -> tuple[tuple[int, int], ...]:
+        """Returns the ranges (first, end) of the outputs of a parameter that one of `count` TP
+        ranks stores.
+        """
+        whole = next(x.parameter for x in self.shapes if x.parameter.name == parameter)
+        shard = whole.shard(tp_rank, count)
+        return shard.runs or ((0, shard.shape[-2]),)
 
     def num_bytes(self, count: int) -> int:
         """Returns the bytes of all slots on one of `count` TP ranks, which have equal shards."""
