@@ -345,35 +345,26 @@ def _metrics_routes(routes: Routes) -> Iterator[Route]:
 
 def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
     """Admin routes."""
-    for path, handler, body in (
-        ("/add_external_corpus", admin.add_corpus, AddCorpus),
-        ("/remove_external_corpus", admin.remove_corpus, RemoveCorpus),
+    corpora, adapters = answers.CorpusList, answers.AdapterList
+    for path, handler, body, answer in (
+        ("/add_external_corpus", admin.add_corpus, AddCorpus, corpora),
+        ("/remove_external_corpus", admin.remove_corpus, RemoveCorpus, corpora),
+        ("/load_lora_adapter", admin.load_adapter, AdapterToLoad, adapters),
+        ("/unload_lora_adapter", admin.unload_adapter, AdapterToUnload, adapters),
     ):
         yield Route(
             path=path,
             method="POST",
             handler=handler,
             bodies=(body,),
-            answer=answers.CorpusList,
-            errors=(503,),
-        )
-    for path, handler, body in (
-        ("/load_lora_adapter", admin.load_adapter, AdapterToLoad),
-        ("/unload_lora_adapter", admin.unload_adapter, AdapterToUnload),
-    ):
-        yield Route(
-            path=path,
-            method="POST",
-            handler=handler,
-            bodies=(body,),
-            answer=answers.AdapterList,
+            answer=answer,
             errors=(503,),
         )
     yield Route(
         path="/list_external_corpora",
         method="GET",
         handler=admin.list_corpora,
-        answer=answers.CorpusList,
+        answer=corpora,
         errors=(503,),
     )
 
