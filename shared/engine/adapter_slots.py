@@ -59,7 +59,7 @@ class Slot:
 
 
 class AdapterSlots:
-    """LoRA adapters by name, and the adapter slots.
+    """Named LoRA adapters, and the adapter slots.
 
     Args:
       capacity: Limits of the backend.

@@ -32,7 +32,7 @@ class AdapterFiles:
       model: Name of the model family, for messages.
       whole: Parameters of the model that the server loads, not shards.
       unused: Parameters that it does not load: those of the MTP layer, unless NEXTN drafts.
-      opened: The adapters by name.
+      opened: The adapters; keys are their names.
       options: Options of LoRA adapters.
     """
 

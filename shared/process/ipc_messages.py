@@ -4,7 +4,7 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
 
 - engine to server: `facts` (a `ServerInfo`), `step` (rows of one step), `refused` (id, message,
   field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
-  and on request), `reply` (ticket, corpora or adapters by name, and message and field of an
+  and on request), `reply` (ticket, named corpora or adapters, and message and field of an
   error), `drain`
   (maximum seconds), `kv_ticket` (id, fields of a ticket or None, and reason and message of an
   error), `end` (message, True for a failure).

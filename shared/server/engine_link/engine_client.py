@@ -195,8 +195,8 @@ class EngineClient:
         return self._metrics
 
     async def ask(self, kind: str, *fields: Any) -> dict[str, Any]:
-        """Sends a message of an admin route; returns the tokens of each external corpus, or the
-        folder of each LoRA adapter, by name.
+        """Sends a message of an admin route; returns the tokens of each named external corpus,
+        or the folder of each LoRA adapter.
 
         Raises:
           RequestRejected: The message is invalid.
