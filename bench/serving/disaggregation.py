@@ -33,6 +33,7 @@ from typing import Any
 
 from bench.common.environment import versions, write_results
 from bench.common.staggered_processes import Wait, in_turns
+from bench.serving.prefill_load import Load, add_options
 from bench.serving.transfer_engines import HOST, LIMIT_S, TransferLoop, serve_prefill, use_gpu
 from shared.engine.request import FinishReason, Request, SamplingParams
 from tests.support.child_process import Spawned
@@ -113,23 +114,13 @@ class Clients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class WindowedLoad(Load):
     """Load of all measurements.
 
     Attributes:
-      prompt_tokens: Tokens of a long prompt.
-      num_prompts: Long prompts that arrive at once.
-      num_running: Requests that decode meanwhile.
-      max_tokens: Their maximum output tokens.
-      rounds: Long prompts of the measurement of TTFT.
       window_s: Longest measurement of inter-token latency.
     """
 
-    prompt_tokens: int
-    num_prompts: int
-    num_running: int
-    max_tokens: int
-    rounds: int
     window_s: float
 
     @property
@@ -138,7 +129,7 @@ class Load:
         return min(self.prompt_tokens // 2, 512)
 
 
-def first_token_times(clients: Clients, load: Load) -> tuple[Line, list[int]]:
+def first_token_times(clients: Clients, load: WindowedLoad) -> tuple[Line, list[int]]:
     """Returns median TTFT in ms of new prompts and of the same again, and their first tokens."""
     found: dict[str, list[float]] = {"new": [], "cached": []}
     tokens = []
@@ -154,7 +145,7 @@ def first_token_times(clients: Clients, load: Load) -> tuple[Line, list[int]]:
     return {name: round(statistics.median(times), 3) for name, times in found.items()}, tokens
 
 
-def gaps_meanwhile(clients: Clients, load: Load) -> tuple[Line, dict[int, list[int]]]:
+def gaps_meanwhile(clients: Clients, load: WindowedLoad) -> tuple[Line, dict[int, list[int]]]:
     """Returns inter-token latency in ms while long prompts arrive, and all output tokens."""
     running = [
         clients.send(clients.prompt(10**6 + number, 16), load.max_tokens)
@@ -220,7 +211,7 @@ def imported_tokens(loop: TransferLoop) -> float:
 
 
 def compared(
-    wait: Wait, model: Path, backend: str, load: Load, flags: list[str], gpus: bool
+    wait: Wait, model: Path, backend: str, load: WindowedLoad, flags: list[str], gpus: bool
 ) -> Iterator[Line]:
     """Process of a decode engine: starts both engines, and yields the line of a model."""
     base = ["--model-path", str(model), "--grammar-backend", "none", *flags]
@@ -263,7 +254,9 @@ def said(process: Spawned, kind: str) -> Any:
     return value
 
 
-def measure(line: Line, loop: TransferLoop, flags: list[str], prefill: Spawned, load: Load) -> None:
+def measure(
+    line: Line, loop: TransferLoop, flags: list[str], prefill: Spawned, load: WindowedLoad
+) -> None:
     """Adds the measurements of a decode engine, alone and with each transfer backend."""
     clients = Clients(loop, loop.served.backend.capacity.vocab)
     loop.connect(None)
@@ -299,22 +292,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--backend", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     add("--flags", default="--load-format dummy", help="flags of all engines, as one quoted word")
     add("--gpus", action="store_true", help="one GPU for each engine of a pair")
-    add("--prompt-tokens", type=int, default=8192)
-    add("--num-prompts", type=int, default=32, help="long prompts that arrive at once")
-    add("--num-running", type=int, default=16, help="requests that decode meanwhile")
-    add("--max-tokens", type=int, default=3000, help="their maximum output tokens")
-    add("--rounds", type=int, default=3, help="prompts of the measurement of TTFT")
+    add_options(parser, max_tokens=3000, rounds=3)
     add("--window-s", type=float, default=20.0, help="longest window of inter-token latency")
     add("--out", type=Path, help="JSON file, written after every line")
     options = parser.parse_args(words)
-    load = Load(
-        prompt_tokens=options.prompt_tokens,
-        num_prompts=options.num_prompts,
-        num_running=options.num_running,
-        max_tokens=options.max_tokens,
-        rounds=options.rounds,
-        window_s=options.window_s,
-    )
+    load = WindowedLoad.of(options)
     works = [
         (model, backend, load, shlex.split(options.flags), options.gpus)
         for model in options.model

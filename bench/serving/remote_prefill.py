@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from unittest.mock import patch
 import httpx
 
 from bench.common.environment import versions, write_results
+from bench.serving.prefill_load import Load, add_options
 from shared.options.disaggregation import TRANSFER_BACKENDS
 from tests.support.http_fixtures import Server, serving
 
@@ -40,25 +40,6 @@ MODULES = {"torch": "torch_impl.serve", "jax": "jax_impl.serve"}
 MODULES["reference"] = "tests.support.serve_reference"
 RECEIVED = 'direction="received"'
 LIMIT_S = 600.0
-
-
-@dataclass(frozen=True)
-class Load:
-    """Load of both measurements.
-
-    Attributes:
-      prompt_tokens: Tokens of a long prompt.
-      num_prompts: Long prompts that arrive at once.
-      num_running: Requests that decode meanwhile.
-      max_tokens: Their output tokens.
-      rounds: Long prompts of the measurement of TTFT.
-    """
-
-    prompt_tokens: int
-    num_prompts: int
-    num_running: int
-    max_tokens: int
-    rounds: int
 
 
 def prompt_of(seed: int, count: int) -> list[int]:
@@ -201,20 +182,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--flags", default="", help="flags of all servers, as one quoted word")
     add("--transfer-backend", choices=TRANSFER_BACKENDS, default="auto")
     add("--gpus", action="store_true", help="one GPU for each of two servers")
-    add("--prompt-tokens", type=int, default=8192)
-    add("--num-prompts", type=int, default=32, help="long prompts that arrive at once")
-    add("--num-running", type=int, default=16, help="requests that decode meanwhile")
-    add("--max-tokens", type=int, default=1024, help="their output tokens")
-    add("--rounds", type=int, default=5, help="prompts of the measurement of TTFT")
+    add_options(parser, max_tokens=1024, rounds=5)
     add("--out", type=Path, help="JSON file")
     options = parser.parse_args(words)
-    load = Load(
-        prompt_tokens=options.prompt_tokens,
-        num_prompts=options.num_prompts,
-        num_running=options.num_running,
-        max_tokens=options.max_tokens,
-        rounds=options.rounds,
-    )
+    load = Load.of(options)
     found = compared(options, load)
     print(json.dumps(found, indent=1))
     if options.out:
