@@ -29,6 +29,17 @@ from bench.soak.sessions import APIS, SCHEMA, TENANTS, Round, edited, sessions
 
 MINUTES = 10
 RNG = random.Random(1)
+RECORD = Record(
+    session=0,
+    round=0,
+    output="",
+    fault="",
+    prompt_tokens=1,
+    cached_tokens=0,
+    at_least=0,
+    at_most=0,
+    seconds=0.0,
+)
 
 
 def steady(count: int = 80) -> list[Sample]:
@@ -210,18 +221,7 @@ def test_cache_bound_requires_token_after_prefix():
 
 
 def test_quarters_of_latencies_are_medians():
-    base = Record(
-        session=0,
-        round=0,
-        output="",
-        fault="",
-        prompt_tokens=1,
-        cached_tokens=0,
-        at_least=0,
-        at_most=0,
-        seconds=0.0,
-    )
-    found = [replace(base, round=i, seconds=float(i // 2)) for i in range(8)]
+    found = [replace(RECORD, round=i, seconds=float(i // 2)) for i in range(8)]
     assert quarters(found) == [0.0, 1000.0, 2000.0, 3000.0]
 
 
@@ -233,17 +233,7 @@ def test_agent_results_written_after_each_drafter(tmp_path, monkeypatch):
         if len(runs) == 2:
             raise RuntimeError("the server ended")
         runs.append(draft)
-        record = Record(
-            session=0,
-            round=0,
-            output="a",
-            fault="",
-            prompt_tokens=64,
-            cached_tokens=0,
-            at_least=0,
-            at_most=0,
-            seconds=0.1,
-        )
+        record = replace(RECORD, output="a", prompt_tokens=64, seconds=0.1)
         run = Run("http://unused", MODEL, 1, lambda: None)
         run.records.append(record)
         return run, [], 1.0
