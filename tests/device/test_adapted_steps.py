@@ -140,8 +140,8 @@ def logprobs(backend: Backend, slots: Sequence[int]) -> np.ndarray:
     ("framework", "base"),
     [
         *((framework, base) for framework in ("torch", "torch ranks 2") for base in FOLDERS),
-        ("jax", "qwen3"),
-        pytest.param("jax", "qwen3_moe", marks=pytest.mark.matrix),
+        # Default JAX tests with adapters: `test_adapted_mtp`, with a third of the programs.
+        *(pytest.param("jax", base, marks=pytest.mark.matrix) for base in FOLDERS),
     ],
 )
 def test_adapted_steps_match_reference_and_ignore_neighbours(framework: str, base: str) -> None:
