@@ -33,6 +33,7 @@ from tests.support.golden_images import (
 )
 from tests.support.golden_models import Images as GoldenImages
 from tests.support.golden_models import SpecModel
+from tests.support.limits import make_limits
 from tests.support.vision_encoders import of_specification
 
 BATCH = 2
@@ -61,26 +62,23 @@ PIECES = [
 
 
 def capacity() -> BackendLimits:
-    return BackendLimits(
-        page_size=4,
-        num_pages=161,
-        num_slots=5,
-        num_snapshots=3,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, PLAIN, BATCH, 192),
             program(StepKind.DECODE, PLAIN, BATCH, 0),
             program(StepKind.DECODE, CHAIN, BATCH, 0),
             ENCODE,
             *PIECES,
         ),
-        overlap=2,
+        page_size=4,
+        num_pages=161,
+        num_slots=5,
+        num_snapshots=3,
         context_length=200,
         vocab=config_from_folder(MODEL).vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=0,
-        max_scores=0,
-        accept_rule="exact",
         images=EncoderCacheSpec(vision(), image_config(), ROWS),
     )
 

@@ -23,6 +23,7 @@ from tests.support.cache_policies import policy_of
 from tests.support.cacheless import CachelessOracle
 from tests.support.drafter_cases import controller_of, programs_of
 from tests.support.equality import assert_few_excused
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_assistants import assistant_of_layers
 from tests.support.tiny_heads import tiny_head
@@ -67,20 +68,13 @@ def drafter_of(name: str) -> Drafter:
 
 
 def capacity_of(drafter: str, shape: TreeShape, windows: tuple[WindowPool, ...]) -> BackendLimits:
-    return BackendLimits(
+    return make_limits(
+        programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         page_size=PAGE_SIZE,
         num_pages=FULL_PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         overlap=OVERLAP,
         context_length=280,
         vocab=two_groups()[0].vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
         window_pools=windows,
     )
 

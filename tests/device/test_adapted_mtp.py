@@ -20,6 +20,7 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.limits import make_limits
 from tests.support.lora_files import (
     adapter_pool,
     host_adapters,
@@ -62,20 +63,13 @@ def limits(vocab: int, pool: AdapterPoolSpec | None, shape: TreeShape) -> Backen
         assert pool.step_kinds == tuple(program.work for program in programs)
         adapted = [program.with_features({ProgramFeature.LORA: True}) for program in programs]
         programs = (*programs, *adapted, *pool.programs)
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=16,
-        num_pages=4 * BATCH + 1,
-        num_slots=BATCH + 1,
-        num_snapshots=1,
-        programs=programs,
         overlap=0,
         context_length=64,
         vocab=vocab,
-        max_stop_ids=1,
-        max_bias=1,
         max_logprobs=0,
-        max_scores=0,
-        accept_rule="exact",
         adapters=pool,
     )
 

@@ -24,6 +24,7 @@ from shared.models.families import config_from_folder
 from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS
+from tests.support.limits import make_limits
 from tests.support.lora_files import adapter_pool, host_adapters, load_plans
 from tests.support.ranks import WAIT_S, SideBySide
 
@@ -45,20 +46,14 @@ def limits(vocab: int, pool: AdapterPoolSpec) -> BackendLimits:
         Program(work=StepKind.DECODE, tokens=0, **sizes),
     )
     adapted = tuple(p.with_features({ProgramFeature.LORA: True}) for p in plain)
-    return BackendLimits(
+    return make_limits(
+        (*plain, *adapted, *pool.programs),
         page_size=PAGE_SIZE,
         num_pages=17,
-        num_slots=BATCH + 1,
-        num_snapshots=1,
-        programs=(*plain, *adapted, *pool.programs),
         overlap=0,
         context_length=48,
         vocab=vocab,
-        max_stop_ids=1,
-        max_bias=1,
         max_logprobs=2,
-        max_scores=0,
-        accept_rule="exact",
         adapters=pool,
     )
 

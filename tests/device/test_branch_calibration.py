@@ -29,6 +29,7 @@ from tests.support.backends import make_backend
 from tests.support.block_tree_cells import CalibrationRecorder
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import constrained
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 
 BATCH, CHUNK, COPIES = 5, 64, 4
@@ -68,20 +69,11 @@ def capacity_of(decodes: tuple[TreeShape, ...], masked: TreeShape) -> BackendLim
     programs = [program(StepKind.PREFILL, PLAIN), program(StepKind.DECODE, masked, mask=True)]
     programs += [program(StepKind.DECODE, shape) for shape in decodes]
     programs += [] if masked.is_plain else [program(StepKind.DRAFT, masked)]
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=4,
-        num_pages=1 + 48 * BATCH,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=tuple(programs),
-        overlap=2,
         context_length=160,
         vocab=model_of("llama", "DFLASH")[0].vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

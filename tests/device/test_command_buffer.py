@@ -22,6 +22,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.tp_group import TPGroup
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
+from tests.support.limits import make_limits
 from tests.support.lowered import BROKEN_BY, operations
 from tests.support.op_case import table
 from tests.support.random_serving import drafter_of, target_of
@@ -44,19 +45,16 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
 
 
 def capacity_of(program: Program, vocab: int, rule: str) -> BackendLimits:
-    return BackendLimits(
+    return make_limits(
+        (program,),
         page_size=4,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
         num_snapshots=2,
-        programs=(program,),
         overlap=0,
         context_length=16,
         vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=2,
-        max_scores=0,
         accept_rule=rule,
     )
 

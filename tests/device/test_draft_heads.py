@@ -26,6 +26,7 @@ from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_implementations import HEADS
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_heads import tiny_head, write_tiny_head
 from tests.support.tiny_models import EOS_ID, tiny_model, write_tiny
@@ -71,23 +72,16 @@ def capacity_of(vocab: int) -> BackendLimits:
         )
 
     shapes = [TreeShape(N, S, k, BATCH * N) for N, S, k in SHAPES]
-    return BackendLimits(
-        page_size=PAGE_SIZE,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, TreeShape.plain(BATCH), 64),
             *(program(StepKind.DECODE, shape, 0) for shape in shapes),
         ),
+        page_size=PAGE_SIZE,
         overlap=1,
         context_length=CONTEXT,
         vocab=vocab,
-        max_stop_ids=1,
         max_bias=2,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -15,6 +15,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.limits import make_limits
 from tests.support.random_requests import prompt_of
 from tests.support.run_engine import drive
 from tests.support.tiny_models import tiny_model
@@ -41,23 +42,16 @@ def capacity_of(vocab: int, shape: TreeShape) -> BackendLimits:
         )
 
     shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]
-    bare = BackendLimits(
-        page_size=PAGE_SIZE,
-        num_pages=1,
-        num_slots=1 + max(BUCKETS),
-        num_snapshots=1,
-        programs=(
+    bare = make_limits(
+        (
             program(StepKind.PREFILL, 1, CHUNK, TreeShape.plain(1)),
             *(program(StepKind.DECODE, batch, 0, each) for batch, each in shapes),
         ),
+        page_size=PAGE_SIZE,
+        num_pages=1,
         overlap=1,
         context_length=CONTEXT,
         vocab=vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
     pages = bare.num_pages_for(bare.max_positions)
     programs = tuple(replace(each, pages=pages) for each in bare.programs)

@@ -25,6 +25,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import constrained
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 5, 4, 48, 160, 64
@@ -104,20 +105,12 @@ def capacity_of(
         programs.append(program(StepKind.DECODE, PLAIN, mask=True))
     elif masked.nodes > 1:
         programs.append(program(StepKind.DRAFT, masked))
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=PAGE_SIZE,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=tuple(programs),
-        overlap=2,
         context_length=CONTEXT,
         vocab=model_of(family, drafter)[0].vocab,
-        max_stop_ids=1,
-        max_bias=1,
         max_logprobs=2,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

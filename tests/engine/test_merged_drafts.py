@@ -25,6 +25,7 @@ from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_models import tiny_model
 from tests.support.traces import check_trace
@@ -54,20 +55,13 @@ def capacity_of(vocab: int) -> BackendLimits:
         return made.with_features({ProgramFeature.NGRAM_DRAFTS: shape.copied > 0})
 
     decodes = (program(StepKind.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
-    return BackendLimits(
+    return make_limits(
+        (program(StepKind.PREFILL, PLAIN, 64), *decodes),
         page_size=4,
-        num_pages=1 + 64 * BATCH,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=(program(StepKind.PREFILL, PLAIN, 64), *decodes),
-        overlap=2,
         context_length=160,
         vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

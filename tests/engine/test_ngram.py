@@ -24,6 +24,7 @@ from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
 
@@ -49,24 +50,18 @@ def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
             extras=ProgramFeature.NONE,
         ).with_features({ProgramFeature.HOST_DRAFT: host_draft})
 
-    return BackendLimits(
-        page_size=4,
-        num_pages=num_pages,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, PLAIN, 64, False),
             program(StepKind.DECODE, PLAIN, 0, False),
             program(StepKind.DECODE, TREE, 0, True),
         ),
-        overlap=2,
+        page_size=4,
+        num_pages=num_pages,
         context_length=220,
         vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -24,6 +24,7 @@ from shared.engine.request import SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.equality import Oracle
+from tests.support.limits import make_limits
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
 
@@ -64,20 +65,18 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
     for shape in (CHAIN, TREE):
         programs.append(program(StepKind.DECODE, shape, host_draft=True))
         programs += [program(work, shape) for work in (StepKind.DECODE, StepKind.DRAFT) if drafts]
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=16,
         num_pages=65,
         num_slots=3,
         num_snapshots=3,
-        programs=tuple(programs),
         overlap=1,
         context_length=400,
         vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

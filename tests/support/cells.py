@@ -23,6 +23,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import Drafter, make_backend
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_models import DENSE, DIVIDED, EOS_ID, EXPERTS, tiny_model
 
@@ -91,20 +92,14 @@ def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Bac
         )
 
     decodes = [program(StepKind.DECODE, shape, 0) for shape in shapes]
-    return BackendLimits(
+    return make_limits(
+        (program(StepKind.PREFILL, TreeShape.plain(BATCH), 64), *decodes),
         page_size=page_size,
-        num_pages=1 + BATCH * PAGES[page_size],
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=(program(StepKind.PREFILL, TreeShape.plain(BATCH), 64), *decodes),
         overlap=max(OVERLAPS),
         context_length=CONTEXT,
         vocab=model_of(family)[0].vocab,
         max_stop_ids=2,
         max_bias=2,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -28,6 +28,7 @@ from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
+from tests.support.limits import make_limits
 from tests.support.tiny_models import tiny_model
 
 BATCH = 4
@@ -95,12 +96,8 @@ def contract_capacity(config: ModelConfig, drafts: DrafterSpec | None = None) ->
         config, drafts or DrafterSpec.of_mtp(config), "float32", PAGE_SIZE, ()
     )
     transfer = replace(transfer, step_bytes=TRANSFER_PAGES * transfer.page_bytes)
-    return BackendLimits(
-        page_size=PAGE_SIZE,
-        num_pages=321,
-        num_slots=9,
-        num_snapshots=4,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, PLAIN, tokens=PREFILL_TOKENS),
             program(StepKind.DECODE, PLAIN),
             program(StepKind.DECODE, CHAIN),
@@ -112,13 +109,15 @@ def contract_capacity(config: ModelConfig, drafts: DrafterSpec | None = None) ->
             program(StepKind.COUNT, PLAIN, tokens=PREFILL_TOKENS),
             *transfer.programs(),
         ),
-        overlap=2,
+        page_size=PAGE_SIZE,
+        num_pages=321,
+        num_slots=9,
+        num_snapshots=4,
         context_length=200,
         vocab=config.vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
-        accept_rule="exact",
         max_scores=2,
         transfer=transfer,
     )

@@ -15,6 +15,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
 from tests.support.cells import MODEL_SEEDS
+from tests.support.limits import make_limits
 from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_heads import (
     cyclic,
@@ -101,20 +102,13 @@ def programs_of(
 
 
 def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
-    return BackendLimits(
+    return make_limits(
+        programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         page_size=PAGE_SIZE,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
         num_snapshots=13 if family in HYBRIDS else 1,
-        programs=programs_of(drafter, shape, batch=BATCH, pages=PAGES, chunk=CHUNK),
         overlap=OVERLAP,
         context_length=CONTEXT,
         vocab=model_of(family, drafter)[0].vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -24,6 +24,7 @@ from shared.text.delimiters import CALL, CALL_END, THINK_END
 from tests.support.backends import make_backend
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import GRAMMARS, THINK_END_ID, constrained, text_of
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
@@ -59,20 +60,13 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
     ]
     if drafter not in ("none", "NGRAM"):
         programs.append(program(StepKind.DRAFT, shape))
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=PAGE_SIZE,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
         num_snapshots=13 if family == "qwen3_5" else 1,
-        programs=tuple(programs),
-        overlap=2,
         context_length=CONTEXT,
         vocab=model_of(family, drafter)[0].vocab,
-        max_stop_ids=1,
-        max_bias=1,
         max_logprobs=2,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -33,6 +33,7 @@ from tests.support.backends import Mapped, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
 from tests.support.equality import TALLY, Oracle
+from tests.support.limits import make_limits
 from tests.support.random_requests import (
     BATCH,
     CHUNK,
@@ -132,12 +133,11 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
 def capacity_of(server: Server) -> BackendLimits:
     """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
     model, _ = target_of(server.family, server.own_drafter)
-    bare = BackendLimits(
+    bare = make_limits(
+        _programs(server, 1),
         page_size=server.page_size,
         num_pages=1,
-        num_slots=1 + BATCH,
         num_snapshots=SNAPSHOTS if server.family in HYBRIDS and server.caches else 1,
-        programs=_programs(server, 1),
         overlap=OVERLAP,
         context_length=CONTEXT,
         vocab=model.vocab,

@@ -13,6 +13,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGES = 2, 8
@@ -29,19 +30,12 @@ def small_capacity(vocab: int, shape: TreeShape, rule: str) -> BackendLimits:
             (StepKind.DECODE, shape, 0),
         )
     ]
-    return BackendLimits(
+    return make_limits(
+        programs,
         page_size=16,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=tuple(programs),
         overlap=1,
         context_length=100,
         vocab=vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
         accept_rule=rule,
     )
 

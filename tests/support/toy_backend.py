@@ -25,6 +25,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from tests.support import toy_transfer
+from tests.support.limits import make_limits
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -81,19 +82,17 @@ def toy_capacity(
     if max_scores:
         prefills.append(prefills[-1].with_features({ProgramFeature.PROMPT_LOGPROBS: True}))
     decodes = [program(StepKind.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
-    return BackendLimits(
+    return make_limits(
+        (*prefills, *decodes, program(StepKind.COUNT, 1, 128, 24, 0)),
         page_size=page_size,
         num_pages=num_pages,
         num_slots=num_slots,
         num_snapshots=num_snapshots,
-        programs=(*prefills, *decodes, program(StepKind.COUNT, 1, 128, 24, 0)),
         overlap=overlap,
         context_length=context_length,
         vocab=VOCAB,
         max_stop_ids=2,
-        max_bias=1,
         max_logprobs=2,
-        accept_rule="exact",
         max_scores=max_scores,
         window_pools=window_pools,
     )

@@ -23,6 +23,7 @@ from tests.support.backends import Drafter, drafts_of, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
 from tests.support.drafter_cases import controller_of, programs_of
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
 from tests.support.tiny_models import HYBRIDS, tiny_model
@@ -95,20 +96,12 @@ def capacity_of(case: Case) -> BackendLimits:
     config, _ = model_of(case.family, case.drafter)
     windows = sorted({pool.window for pool in config.kv_pools if pool.window is not None})
     pools = tuple(WindowPool(window, case.window_pages) for window in windows)
-    capacity = BackendLimits(
+    capacity = make_limits(
+        programs_of(case.drafter, case.shape, batch=BATCH, pages=pages, chunk=CHUNK),
         page_size=case.page_size,
-        num_pages=1 + BATCH * pages,
-        num_slots=1 + BATCH,
         num_snapshots=13 if case.family in HYBRIDS else 1,
-        programs=programs_of(case.drafter, case.shape, batch=BATCH, pages=pages, chunk=CHUNK),
-        overlap=2,
         context_length=CONTEXT,
         vocab=config.vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
         window_pools=pools if case.window_pages else (),
     )
     return with_transfer(capacity, config, drafter_of(case.family, case.drafter))

@@ -18,6 +18,7 @@ from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.equality import Oracle
+from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_models import tiny_model
 
@@ -57,23 +58,19 @@ def tree_capacity(vocab: int) -> BackendLimits:
             extras=ProgramFeature.LOGPROBS,
         )
 
-    return BackendLimits(
-        page_size=4,
-        num_pages=1 + (BATCH + 1) * PAGES,
-        num_slots=2 + BATCH,
-        num_snapshots=1,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, PLAIN, 128),
             *(program(StepKind.DECODE, shape, 0) for shape in SHAPES),
         ),
-        overlap=2,
+        page_size=4,
+        num_pages=1 + (BATCH + 1) * PAGES,
+        num_slots=2 + BATCH,
         context_length=200,
         vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 

@@ -33,6 +33,7 @@ from tests.support.golden_images import IMAGES, MODEL, image_config, patches_of,
 from tests.support.golden_models import Images as GoldenImages
 from tests.support.golden_models import SpecModel
 from tests.support.http_fixtures import save_tokenizer
+from tests.support.limits import make_limits
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.transfers import with_transfer
 from tests.support.vision_encoders import of_specification
@@ -168,25 +169,20 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> BackendLimits:
         for own in (PLAIN, CHAIN):
             joined = TreeShape(own.nodes + 4, 4, 1, BATCH * (own.nodes + 4), grown=own, copied=9)
             decodes.append(program(StepKind.DECODE, joined, 0, ProgramFeature.NGRAM_DRAFTS))
-    return BackendLimits(
-        page_size=PAGE,
-        num_pages=1 + num_pages,
-        num_slots=1 + BATCH,
-        num_snapshots=9,
-        programs=(
+    return make_limits(
+        (
             program(StepKind.PREFILL, PLAIN, CHUNK),
             *decodes,
             *encoding(32),
             *encoding(LARGEST, 1),
         ),
+        page_size=PAGE,
+        num_pages=1 + num_pages,
+        num_snapshots=9,
         overlap=1,
         context_length=CONTEXT - 40,
         vocab=config_from_folder(MODEL).vocab,
-        max_stop_ids=1,
-        max_bias=1,
         max_logprobs=0,
-        max_scores=0,
-        accept_rule="exact",
         images=EncoderCacheSpec(vision(), image_config(), 1 + pool_rows),
     )
 

@@ -20,6 +20,7 @@ from shared.boundary.program import LaunchMode, Program, ProgramFeature, StepKin
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import uniforms
+from tests.support.limits import make_limits
 
 PROMPT_SECONDS = 0.005
 MOST_DEPTH = 16
@@ -52,7 +53,7 @@ def simulated_capacity(
 ) -> BackendLimits:
     """A capacity with a decode program for each batch and tier, and room for every request; trees
     are over a block of `block` rows."""
-    slots, page_size = max(batches), 64
+    page_size = 64
 
     def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
@@ -71,20 +72,12 @@ def simulated_capacity(
         for tier in tiers
     ]
     prefills = [program(StepKind.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
-    return BackendLimits(
+    return make_limits(
+        (*decodes, *prefills),
         page_size=page_size,
-        num_pages=1 + slots * pages,
-        num_slots=1 + slots,
-        num_snapshots=1,
-        programs=(*decodes, *prefills),
         overlap=overlap,
         context_length=context_length,
         vocab=16,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        max_scores=0,
-        accept_rule="exact",
     )
 
 
