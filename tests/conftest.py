@@ -23,6 +23,7 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     NO_TOKENIZER,
     print_counts,
     pytest_configure,
+    pytest_runtest_protocol,
     pytest_sessionfinish,
 )
 from tests.support.quick_compile import compile_quickly

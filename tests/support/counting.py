@@ -1,11 +1,13 @@
 """Pytest hooks that print counts of compiled programs, comparisons and excused differences.
 
 Counts of parallel workers are added up. A run without the matrix fails where it compiles more
-programs of the JAX backend than it can afford.
+programs of the JAX backend than it can afford, with an error that lists them by test file.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Generator
 from dataclasses import asdict
 
 import pytest
@@ -17,17 +19,15 @@ MOST_PROGRAMS = 50
 NO_BROWSER = "no chromium and chromedriver here: the page was not opened in a browser"
 NO_TOKENIZER = "make tokenizers has not been run: grammars were not tried on a real tokenizer"
 NO_CLIENTS = "make clients has not been run: clients of package registries were not tried"
-_TOTAL = {"programs": 0, "tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
+_TOTAL = {"tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
+_PROGRAMS: Counter[str] = Counter()
+"""Step programs that JAX compiled, by test file."""
 
 
-def _own_counts() -> dict[str, int]:
-    programs = sum(backend.compiles for backend in JAX_BACKENDS)
-    return {"programs": programs, **asdict(TALLY)}
-
-
-def _add(counts: dict[str, int]) -> None:
+def _add(counts: dict[str, int], programs: dict[str, int]) -> None:
     for name, count in counts.items():
         _TOTAL[name] += count
+    _PROGRAMS.update(programs)
 
 
 def _is_limited(config: pytest.Config) -> bool:
@@ -39,7 +39,7 @@ class WorkerCounts:
     """Takes the counts of the workers of pytest-xdist."""
 
     def pytest_testnodedown(self, node, error) -> None:
-        _add(getattr(node, "workeroutput", {}).get("counts", {}))
+        _add(*getattr(node, "workeroutput", {}).get("counts", ({}, {})))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,14 +47,39 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(WorkerCounts())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    before = sum(backend.compiles for backend in JAX_BACKENDS)
+    try:
+        return (yield)
+    finally:
+        if compiled := sum(backend.compiles for backend in JAX_BACKENDS) - before:
+            _PROGRAMS[item.location[0]] += compiled
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["counts"] = _own_counts()
+        session.config.workeroutput["counts"] = asdict(TALLY), dict(_PROGRAMS)
         return
-    _add(_own_counts())
-    too_many = _is_limited(session.config) and _TOTAL["programs"] > MOST_PROGRAMS
-    if too_many and session.exitstatus == 0:
+    _add(asdict(TALLY), {})
+    if _is_limited(session.config):
+        check_limit(session, _PROGRAMS)
+
+
+def check_limit(session: pytest.Session, programs: Counter[str]) -> None:
+    """Fails a session with an error if JAX compiled too many programs, given by test file."""
+    if programs.total() <= MOST_PROGRAMS:
+        return
+    error = (
+        f"{programs.total()} step programs were compiled by JAX, and a run without the matrix may "
+        f"compile {MOST_PROGRAMS}. Share programs between tests or mark cases `matrix`."
+    )
+    files = [f"{count:4} {file}" for file, count in programs.most_common()]
+    name, text = "JAX step programs of this run", "\n".join([error, *files])
+    report = pytest.TestReport(name, (name, None, name), {}, "failed", text, "setup")
+    session.config.hook.pytest_runtest_logreport(report=report)
+    if session.exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -62,7 +87,7 @@ def print_counts(terminalreporter: pytest.TerminalReporter) -> None:
     """One line, for the end of the session."""
     limit = f" (at most {MOST_PROGRAMS})" if _is_limited(terminalreporter.config) else ""
     terminalreporter.write_line(
-        f"{_TOTAL['programs']} step programs compiled by JAX{limit}, "
+        f"{_PROGRAMS.total()} step programs compiled by JAX{limit}, "
         f"{_TOTAL['tokens']} tokens checked against the specification, "
         f"{_TOTAL['excused']} excused as near ties"
     )
