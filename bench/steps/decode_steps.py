@@ -12,7 +12,8 @@ previous round. On a CPU there are no kernels, clock and power. `--kernels` list
 kernels. `--adapters 0 1 8 --lora-rank 16` times requests of that many LoRA adapters, which have
 random weights and share one start. `--tp-size 1 2` also serves with two ranks and compares outputs;
 its limits are those of a rank. `--at-once 6` prepares six lines side by side, which must fit into
-GPU memory together, and times them one by one.
+GPU memory together, and times them one by one. `--temperature 0 0.8 --top-p 0.95` also times
+sampled steps and shows how much longer they take than greedy ones.
 """
 
 import argparse
@@ -242,10 +243,15 @@ def _served(
         begun(backend, draft, load, options, overlap, ranks, wait, more) as session,
     ):
         sampled = [*zip(options.temperature, _top_ps(options), strict=True)]
+        greedy_ms: dict[int, float] = {}  # by the number of adapters
         for adapters, (temperature, top_p) in product(options.adapters, sampled):
             asked = replace(load, temperature=temperature, top_p=top_p, adapters=adapters)
             line = measure(session, asked, rates, options)
             texts = line.pop("texts")
+            if not temperature:
+                greedy_ms[adapters] = line["ms"]
+            elif adapters in greedy_ms:
+                line["over_greedy"] = round(line["ms"] / greedy_ms[adapters] - 1, 4)
             keeps_text = session.served.keeps_text_at(temperature)
             yield line | start_facts(session), texts, keeps_text
 

@@ -132,6 +132,8 @@ def line_of(line: Line) -> str:
     notes = [] if lot is None else [f"simulated {lot:g}"]
     notes += [f"{line['adapters']} adapters"] * (line["adapters"] > 0)
     notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
+    if "over_greedy" in line:
+        notes.append(f"{line['over_greedy']:+.1%} over greedy")
     notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
     notes += ["COMPILED WHILE TIMED"] * bool(line["programs_made_while_timed"])
     return (

@@ -87,6 +87,9 @@ def test_report_lines_are_timed_printed_and_written(model, tmp_path, capsys):
         assert each["trace"] is None  # a CPU has no kernels
         assert each["texts"] is None or each["texts"]["equal"]
         assert each["simulated_accept_length"] is None
+        if each["temperature"]:
+            greedy = next(x for x in found["lines"] if x["drafts"] == each["drafts"])
+            assert each["over_greedy"] == pytest.approx(each["ms"] / greedy["ms"] - 1, abs=1e-4)
     assert {each["drafts"] for each in found["refused"]} == {"EAGLE S=1"}
     plain, remembering = (
         [each["accept_length"] for each in found["lines"] if each["drafts"] == name]
@@ -96,6 +99,7 @@ def test_report_lines_are_timed_printed_and_written(model, tmp_path, capsys):
     assert min(remembering) > 1.2  # it has seen the text in the round before
     told = capsys.readouterr().out
     assert told.count("equal") == 4
+    assert told.count("over greedy") == 3
     assert "unsupported: torch, EAGLE S=1" in told
 
 
