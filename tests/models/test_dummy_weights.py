@@ -175,6 +175,19 @@ def test_backends_load_dummy_checkpoint_values(dtype):
         np.testing.assert_array_equal(np.asarray(of_jax[...], np.float32), one.astype(np.float32))
 
 
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+@pytest.mark.parametrize("vocab", [1024, 32000])
+def test_dummy_logits_have_entropy_of_trained_models(vocab, temperature):
+    head = single("lm_head", "lm_head", (vocab, 256))
+    weights, entropy = parameter_array(head, init_of(head)), []
+    for row in np.random.default_rng(0).standard_normal((200, 256), np.float32):
+        logits = weights @ (row / np.sqrt(np.square(row).mean())) / temperature
+        probs = np.exp(logits - logits.max()) + 1e-30
+        probs /= probs.sum()
+        entropy.append(-np.sum(probs * np.log(probs)))
+    assert 1 < np.mean(entropy) < 2
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_dummy_routers_spread_rows_over_experts(family):
     config = tiny_config(family)
