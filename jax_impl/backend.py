@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -169,18 +169,21 @@ class JaxBackend:
         wanted = list(to_prepare(programs, self.capacity, self._programs))
         kept = self._kept
         workers = min(os.cpu_count() or 1, MOST_COMPILERS)
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as tracer:
             ready = kept.find_all(wanted, pool) if kept else {}
-            # Python traces one program while XLA compiles those before it.
-            making = {
-                program: pool.submit(self._compiled, program, self.traced(program).lower())
-                for program in wanted
-                if program not in ready
-            }
-            for program in wanted:
-                progress(program)
-                made = making.get(program)
-                self._programs[program] = ready[program] if made is None else made.result()
+
+            def compiling(program: Program) -> Future[Compiled]:
+                return pool.submit(self._compiled, program, self.traced(program).lower())
+
+            # One thread traces a program while XLA compiles those before it.
+            making = {p: tracer.submit(compiling, p) for p in wanted if p not in ready}
+            try:
+                for program in wanted:
+                    progress(program)
+                    made = making.get(program)
+                    self._programs[program] = made.result().result() if made else ready[program]
+            finally:
+                tracer.shutdown(wait=False, cancel_futures=True)
         if self._meet is not None:
             self._load(wanted, self._meet(0))
         if kept:

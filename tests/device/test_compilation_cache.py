@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jax_impl import compilation_cache
 from jax_impl.backend import JaxBackend
 from jax_impl.compilation_cache import CompilationCache
 from shared.boundary.backend import StepResult
-from shared.boundary.program import StepKind
+from shared.boundary.program import Program, StepKind
 from tests.support.backends import JAX_BACKENDS, drafts_of
 from tests.support.contract_host import Host, contract_capacity, contract_model
 
@@ -151,3 +153,29 @@ def test_backend_compiles_nothing_on_second_start(tmp_path):
     assert first.counts.tolist()[0] == 1
     for name in ("tokens", "counts", "failed"):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
+
+
+def test_prepare_reports_program_before_others_are_traced(monkeypatch):
+    """A start that traces for minutes shows how many programs are done."""
+    config, weights = contract_model()
+    capacity = contract_capacity(config)
+    capacity = replace(capacity, programs=capacity.programs[:2])
+    how = {"dtype": "float32", "device": "cpu", "quick_compile": True, "kept_in": None}
+    backend = JaxBackend(config, weights, capacity, *drafts_of("NEXTN", config), **how)
+    first, second = capacity.programs
+    begun, events = Event(), []
+
+    def traced(program: Program) -> SimpleNamespace:
+        assert begun.wait(60)
+        events.append(("traced", program))
+        return SimpleNamespace(lower=lambda: SimpleNamespace(compile=lambda: program))
+
+    def progress(program: Program) -> None:
+        events.append(("begun", program))
+        begun.set()
+
+    monkeypatch.setattr(backend, "traced", traced)
+    backend.prepare(capacity.programs, progress)
+    assert events.index(("begun", first)) < events.index(("traced", first))
+    assert events.index(("begun", second)) > events.index(("traced", first))
+    backend.close()
