@@ -30,10 +30,14 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers clients gpu bench aot aot-oldest-triton lowered aot-python docs wheel format clean
+.PHONY: serve compile test quick guarantees venv lint types layers unit matrix tokenizers clients gpu bench aot aot-oldest-triton lowered aot-python docs wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
+
+# Fills the caches of a first start with these flags: programs of JAX, kernels of Triton, loops of Numba.
+compile: .venv/.serves-$(SERVE_EXTRAS)
+	$(RUN) -m $(BACKEND)_impl.serve --compile-only --port 0 $(ARGS)
 
 # The tests run last, so that their summary ends the output.
 test: lint types layers unit

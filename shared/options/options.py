@@ -152,6 +152,11 @@ class Options:
         router = self.router
         if router.servers is not None:
             return "--servers is a flag of `tandem route`; use that command, or remove the flag"
+        if router.replicas > 1 and self.server.compile_only:
+            return (
+                "--compile-only is not supported with --replicas: replicas on one host share the "
+                "caches; compile for one server first, without --replicas"
+            )
         if router.replicas == 1 or self.ranks.distributed_executor_backend != RAY:
             return router.launcher_fault()
         return (

@@ -102,6 +102,10 @@ class ServerOptions:
         "record a step trace of every request, not only of those with the field trace",
         old_names=("--trace-requests",),
     )
+    compile_only: bool = flag(
+        False,
+        "compile all programs of these flags into the caches, then exit instead of serving",
+    )
     graceful_shutdown_timeout: int = flag(
         25,
         "seconds for running requests to finish after SIGTERM; new requests are rejected "

@@ -10,6 +10,7 @@ from rich.console import Console
 from shared.boundary.backend import Backend
 from shared.boundary.kernel_coverage import fallback_gauges
 from shared.engine.checks import RequestLimits
+from shared.engine.engine import Engine
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.adapter_loads import AdapterHandler
@@ -49,7 +50,8 @@ def start_serving(
       platform, rank_module: See `shared.process.launch.launch`.
 
     Returns:
-      A function that serves until the server is stopped, and returns the exit code.
+      A function that serves until the server is stopped, and returns the exit code. With
+      `--compile-only` it only frees the device.
 
     Raises:
       ValueError: A flag or a file is invalid, or the device does not support it.
@@ -80,6 +82,8 @@ def start_serving(
         return lambda: EXIT_FAILED
     for note in engine.controller.notes:
         logs.info(note)
+    if options.server.compile_only:
+        return partial(_end_compiled, engine, watchdog)
     facts, drain_s = server_info(start, listeners), options.server.graceful_shutdown_timeout
     index = engine.controller.index
     transfers = None
@@ -100,6 +104,14 @@ def start_serving(
         transfers,
         adapters,
     )
+
+
+def _end_compiled(engine: Engine, watchdog: Watchdog) -> int:
+    """Frees the device after all programs were compiled; returns the exit code."""
+    watchdog.claim_end()
+    engine.close()
+    logs.info("All programs are compiled; later starts with the same flags load them")
+    return 0
 
 
 def transfer_fingerprint(start: ValidatedStartup) -> str:

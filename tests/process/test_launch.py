@@ -154,3 +154,19 @@ def test_launch_reports_later_file_error_in_one_sentence(number, monkeypatch, ca
     monkeypatch.setattr(serving, "start_serving", fail)
     assert launch.launch(["--port", "0"], lambda: None) == 2
     assert capsys.readouterr().err == f"/cache/file cannot be used: {os.strerror(number)}\n"
+
+
+def test_compile_only_exits_without_serving(tmp_path):
+    write_tiny(tmp_path, "qwen3", 0)
+    line = ["--model-path", str(tmp_path), "--compile-only", "--port", "0"]
+    line += ["--max-running-requests", "1", "--context-length", "64", "--page-size", "16"]
+    command = [sys.executable, "-m", "tests.support.serve_reference", *line]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "All programs are compiled" in ran.stderr
+    assert "listening" not in ran.stderr.lower()
+
+
+def test_compile_only_rejects_replicas(capsys):
+    assert launch.launch(["--port", "0", "--replicas", "2", "--compile-only"], lambda: None) == 2
+    assert "--compile-only is not supported with --replicas" in capsys.readouterr().err
