@@ -250,7 +250,10 @@ class _Worker:
 
 @dataclass
 class _SubmittedStep:
-    """Step queued on the GPU; `words` and `error` are pinned buffers of rings."""
+    """Step queued on the GPU; `words` and `error` are pinned buffers of rings.
+
+    An export has pinned memory of its own, because its words are read after later steps.
+    """
 
     program: Program
     capacity: BackendLimits
@@ -268,7 +271,9 @@ class _SubmittedStep:
             if self.exchange is not None:
                 self.exchange.check(int(self.error))
             seconds = self.began.elapsed_time(self.ended) / 1000
-            words = self.words.numpy().copy()
+            words = self.words.numpy()
+            if self.program.work is not StepKind.EXPORT_KV:
+                words = words.copy()
             self._result = read_result(self.program, self.capacity, words, seconds)
         return self._result
 
@@ -294,7 +299,9 @@ class _GPUStreamWorker:
         max_plan = max(plan_layout(p, capacity).size for p in capacity.programs)
         max_result = max(result_layout(p, capacity).size for p in capacity.programs)
         self._plans = [_pinned(max_plan) for _ in range(capacity.overlap + 2)]
-        self._results = [_pinned(max_result) for _ in range(capacity.overlap + 2)]
+        others = (p for p in capacity.programs if p.work is not StepKind.EXPORT_KV)
+        max_copied = max(result_layout(p, capacity).size for p in others)
+        self._results = [_pinned(max_copied) for _ in range(capacity.overlap + 2)]
         self._on_device = [
             torch.zeros(max_result, dtype=torch.int32, device=device) for _ in self._results
         ]
@@ -343,6 +350,8 @@ class _GPUStreamWorker:
         began, ended, copied = events
         size = result_layout(program, self._context.capacity).size
         held, words = self._on_device[place][:size], self._results[place][:size]
+        if program.work is StepKind.EXPORT_KV:  # torch keeps freed pinned memory for later ones
+            words = torch.empty(size, dtype=torch.int32, pin_memory=True)
         with torch.cuda.stream(self._compute):
             began.record()
             held.copy_(self._run(program, graph, staged))
