@@ -181,8 +181,13 @@ def gaps_meanwhile(clients: Clients, load: WindowedLoad) -> tuple[Line, dict[int
     }, texts
 
 
-def transferred(loop: TransferLoop, tokens_before: float) -> Line:
-    """Returns size, time and bandwidth of the records that were received, and the failures.
+def transferred(loop: TransferLoop, tokens_before: float, num_prompts: int) -> Line:
+    """Returns parts, size, time and bandwidth of what was received for each prompt, and failures.
+
+    Args:
+      loop: Engine that has received the records.
+      tokens_before: Imported tokens before.
+      num_prompts: Prompts since.
 
     Raises:
       ValueError: There is no record.
@@ -197,9 +202,10 @@ def transferred(loop: TransferLoop, tokens_before: float) -> Line:
         raise ValueError(f"no record was transferred: {found}")
     return {
         "records": round(sums["records"]),
-        "record_tokens": round((imported_tokens(loop) - tokens_before) / sums["records"]),
-        "record_bytes": round(sums["bytes"] / sums["records"]),
-        "transfer_ms": round(1000 * sums["seconds"] / sums["records"], 3),
+        "prompt_parts": round(sums["records"] / num_prompts, 3),
+        "prompt_tokens": round((imported_tokens(loop) - tokens_before) / num_prompts),
+        "prompt_bytes": round(sums["bytes"] / num_prompts),
+        "transfer_ms": round(1000 * sums["seconds"] / num_prompts, 3),
         "gb_per_s": round(sums["bytes"] / sums["seconds"] / 1e9, 3),
         "failures": {name: v for name, v in found.items() if name.startswith("failures")},
     }
@@ -269,14 +275,14 @@ def measure(
         loop.connect([*flags, "--disaggregation-transfer-backend", name])
         before = imported_tokens(loop)
         times, tokens = first_token_times(clients, load)
-        line[name] = {"ttft_ms": times, **transferred(loop, before)}
+        line[name] = {"ttft_ms": times, **transferred(loop, before, load.rounds + 1)}
         prefill.line.send("evict")
         line[name]["ticket_ms"] = round(1000 * said(prefill, "evicted"), 3)
         is_equal &= tokens == first
     loop.connect([*flags, "--disaggregation-transfer-backend", TRANSFERS[0]])
     before = imported_tokens(loop)
     gaps, separate = gaps_meanwhile(clients, load)
-    line[TRANSFERS[0]]["interference"] = gaps | transferred(loop, before)
+    line[TRANSFERS[0]]["interference"] = gaps | transferred(loop, before, load.num_prompts)
     shared = [(texts[key], separate[key]) for key in texts]
     is_equal &= all(a[: len(b)] == b[: len(a)] for a, b in shared)
     line["tokens_are_equal"] = is_equal

@@ -156,14 +156,16 @@ def compared(options: argparse.Namespace, load: Load) -> dict[str, Any]:
         decode = started(options, ends, f"{mode} {fetched}", 0)
         times = asyncio.run(first_token_times(decode.url, load, 0))
         received = transferred(decode)
-        _check_count(received, load.rounds + 1)
+        count = load.rounds + 1
+        _check_count(received, count)
         interference = asyncio.run(gaps_meanwhile(decode.url, load, 10**7))
-        _check_count(transferred(decode), load.rounds + 1 + load.num_prompts)
+        _check_count(transferred(decode), count + load.num_prompts)
         sides["separate"] = {
             "ttft_ms": times,
-            "record_bytes": round(received["bytes"] / received["records"]),
-            "record_tokens": round(received["tokens"] / received["records"]),
-            "transfer_ms": round(1000 * received["seconds"] / received["records"], 3),
+            "prompt_parts": round(received["records"] / count, 3),
+            "prompt_bytes": round(received["bytes"] / count),
+            "prompt_tokens": round(received["tokens"] / count),
+            "transfer_ms": round(1000 * received["seconds"] / count, 3),
             "gb_per_s": round(received["bytes"] / received["seconds"] / 1e9, 3),
             "interference": interference,
             "received": transferred(decode),

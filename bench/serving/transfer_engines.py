@@ -15,8 +15,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -145,37 +144,47 @@ class TransferLoop:
         self.served.engine.close()
 
 
+Replies = queue.SimpleQueue[dict[str, Any] | str]
+"""Tickets of a prompt, or an error."""
+
+
 @dataclass
 class TicketRequests:
-    """Prompts that the route hands to the engine's thread, with the reply of each.
+    """Prompts that the route hands to the engine's thread, with the replies of each.
 
     Attributes:
-      queued: Requests with the future of their reply.
-      seconds: Duration of each reply.
+      queued: Requests with the queue of their tickets.
+      seconds: Time to the last ticket of each prompt.
       wake: Wakes the engine's thread.
     """
 
-    queued: queue.SimpleQueue[tuple[Request, Future[dict[str, Any]]]]
+    queued: queue.SimpleQueue[tuple[Request, Replies]]
     seconds: list[float] = field(default_factory=list)
     ids: count[int] = field(default_factory=lambda: count(1))
     wake: WakeUp = field(default_factory=WakeUp)
 
-    def ticket(self, tokens: Sequence[int], tenant: str) -> dict[str, Any]:
-        """Returns the ticket of a prompt once its record is published.
+    def tickets(self, tokens: Sequence[int], tenant: str) -> Iterator[dict[str, Any]]:
+        """Yields the ticket of each part of a prompt once it is published.
 
         Raises:
           RuntimeError: It was rejected, or could not be exported.
         """
-        began, reply = time.perf_counter(), Future[dict[str, Any]]()
+        began, replies = time.perf_counter(), Replies()
         sampling = SamplingParams(max_tokens=0)
         request = Request(
             request_id=next(self.ids), prompt=tuple(tokens), sampling=sampling, tenant=tenant
         )
-        self.queued.put((request, reply))
+        self.queued.put((request, replies))
         self.wake.notify()
-        fields = reply.result(LIMIT_S)
-        self.seconds.append(time.perf_counter() - began)
-        return fields
+        is_last = False
+        while not is_last:
+            fields = replies.get(timeout=LIMIT_S)
+            if isinstance(fields, str):
+                raise RuntimeError(fields)
+            is_last = fields["header"]["is_last"]
+            if is_last:
+                self.seconds.append(time.perf_counter() - began)
+            yield fields
 
 
 class TicketServer(ThreadingHTTPServer):
@@ -194,17 +203,22 @@ class TicketHandler(BaseHTTPRequestHandler):
     server: TicketServer
 
     def do_POST(self) -> None:
-        """Responds with a ticket, or with status 503."""
+        """Responds with a line for each ticket, or with status 503."""
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        has_begun = False
         try:
-            status, fields = 200, self.server.requests.ticket(sent["tokens"], sent["tenant"])
+            for fields in self.server.requests.tickets(sent["tokens"], sent["tenant"]):
+                self._send(fields, 200, has_begun)
+                has_begun = True
         except RuntimeError as error:
-            status, fields = 503, {"error": str(error)}
-        body = json.dumps(fields).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            if not has_begun:
+                self._send({"error": str(error)}, 503, has_begun)
+
+    def _send(self, fields: dict[str, Any], status: int, has_begun: bool) -> None:
+        if not has_begun:
+            self.send_response(status)
+            self.end_headers()
+        self.wfile.write(json.dumps(fields).encode() + b"\n")
 
     def log_message(self, *_: object) -> None:
         """Logs nothing."""
@@ -222,7 +236,7 @@ def serve_prefill(line: Connection, backend: str, flags: Sequence[str], gpu: int
     loop, requests = TransferLoop(backend, flags, 0), server.requests
     threading.Thread(target=server.serve_forever, daemon=True).start()
     line.send(("ready", None))
-    replies: dict[int, Future[dict[str, Any]]] = {}
+    replies: dict[int, Replies] = {}
     try:
         while True:
             if line.poll():
@@ -238,7 +252,7 @@ def serve_prefill(line: Connection, backend: str, flags: Sequence[str], gpu: int
 def _prefill(
     loop: TransferLoop,
     requests: TicketRequests,
-    replies: dict[int, Future[dict[str, Any]]],
+    replies: dict[int, Replies],
     line: Connection,
 ) -> None:
     assert loop.transfers is not None
@@ -248,11 +262,10 @@ def _prefill(
         loop.transfers.export(request)
     _, messages = loop.step([requests.wake.readable, line])
     for kind, request_id, *rest in messages:
-        reply = replies.pop(request_id)
-        if kind == "kv_ticket" and rest[0] is not None:
-            reply.set_result(rest[0])
-        else:
-            reply.set_exception(RuntimeError(f"{kind}: {rest}"))
+        ticket = rest[0] if kind == "kv_ticket" else None
+        replies[request_id].put(ticket or f"{kind}: {rest}")
+        if ticket is None or ticket["header"]["is_last"]:
+            del replies[request_id]
 
 
 def use_gpu(number: int | None) -> None:

@@ -8,6 +8,9 @@ plain data; the body is its sections one after another, each with entries of equ
     pages | pages of window pool 0 | ... | layers of states 0 | ...
 
 A window pool has only the last pages of the prefix, those that the next rows attend to.
+
+A prefix may be sent in several records, its parts. Each has the pages after those of the part
+before, and the last one has window pages and snapshot too.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cache, cached_property
 from itertools import groupby, pairwise
@@ -28,7 +31,7 @@ from jaxtyping import Int32
 from shared.boundary.transfer_spec import WORD_BYTES, Arrays, TransferSpec
 from shared.models.cache_spec import ITEM_BYTES
 
-VERSION = 2
+VERSION = 3
 """Version of header and body."""
 
 DIGEST_BYTES = 32
@@ -108,7 +111,9 @@ class TransferHeader:
         adapter, empty for the base model.
       tokens: Tokens of the pages, and the lookahead of the cache key.
       images: Images with a token among them.
-      page_size, num_pages: Tokens of a page, and number of full pages.
+      page_size, num_pages: Tokens of a page, and number of full pages of the prefix.
+      first_page: First page of the body; those before it are in earlier parts.
+      is_last: True for the last part of a prefix, or the only one.
       is_whole: Flag per page: True if its draft KV is complete.
       has_snapshot: True if a recurrent-state snapshot is included.
       arrays: Arrays of the body, by section and then in the order of an entry.
@@ -123,13 +128,15 @@ class TransferHeader:
     images: tuple[TransferImage, ...]
     page_size: int
     num_pages: int
+    first_page: int = 0
+    is_last: bool = True
     is_whole: tuple[bool, ...]
     has_snapshot: bool
     arrays: tuple[HeaderArray, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pages hold."""
+        """Tokens that the pages of the prefix hold."""
         return self.num_pages * self.page_size
 
     @cached_property
@@ -177,12 +184,15 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a header in their own types."""
     tokens = np.array(given["tokens"], np.int64)
     num_pages, page_size = int(given["num_pages"]), int(given["page_size"])
+    first_page = int(given["first_page"])
     is_whole = tuple(map(bool, given["is_whole"]))
     arrays = tuple(
         HeaderArray(**{**each, "shape": tuple(map(int, each["shape"]))}) for each in given["arrays"]
     )
-    if not (page_size > 0 and 0 < num_pages == len(is_whole)):
-        raise ValueError(f"{num_pages} pages of {page_size} tokens, {len(is_whole)} flags")
+    if not (page_size > 0 and 0 <= first_page <= num_pages == len(is_whole) > 0):
+        raise ValueError(
+            f"pages {first_page} to {num_pages} of {page_size} tokens, {len(is_whole)} flags"
+        )
     if tokens.ndim != 1 or not num_pages * page_size <= len(tokens):
         raise ValueError(f"{tokens.shape} tokens for {num_pages} pages of {page_size}")
     if tokens.min() < 0 or tokens.max() >= 1 << 31:
@@ -201,6 +211,8 @@ def _read(given: Mapping[str, Any]) -> dict[str, Any]:
         "images": images,
         "page_size": page_size,
         "num_pages": num_pages,
+        "first_page": first_page,
+        "is_last": bool(given["is_last"]),
         "is_whole": is_whole,
         "has_snapshot": bool(given["has_snapshot"]),
         "arrays": arrays,
@@ -214,7 +226,7 @@ def header_arrays(
 
     Args:
       spec: Entries of KV transfer.
-      num_pages: Pages of the record.
+      num_pages: Pages of the body.
       window_pages: Pages of the record in each window pool.
       has_snapshot: True if a snapshot is included.
     """
@@ -248,7 +260,7 @@ class TransferRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pages hold."""
+        """Tokens that the pages of the prefix hold."""
         return self.header.num_tokens
 
     def parts(self) -> list[memoryview]:
@@ -311,6 +323,11 @@ def copy_words(into: Int32[np.ndarray, "n words"], source: Int32[np.ndarray, "n 
     spans = [slice(first, end) for first, end in pairwise(ends)]
     for _ in _threads().map(lambda span: np.copyto(into[span], source[span]), spans):
         pass
+
+
+def copy_later(into: Int32[np.ndarray, "n words"], source: Int32[np.ndarray, "n words"]) -> Future:
+    """Copies entries in a thread; both arrays must stay as they are until the result is known."""
+    return _threads().submit(np.copyto, into, source)
 
 
 @cache

@@ -211,12 +211,15 @@ class Engine:
     def _submit_next(self) -> bool:
         """Submits the next step; returns False if there is none.
 
-        Steps of a transfer or load and other steps take turns.
+        Steps of a transfer or load and other steps take turns, except exports while none decodes: a
+        part is sent while the next chunk of its prompt runs.
         """
         for request in self.scheduler.admit():
             self.cache.transfers.leave(request.request_id)
             self.planner.write_request_row(request)
-        if not self._transferred_last and self._submit_transfer():
+        is_exporting = self.transfer is not None and self.transfer.is_exporting
+        is_first = not self._transferred_last or (is_exporting and not self.scheduler.is_decoding)
+        if is_first and self._submit_transfer():
             return True
         rows = self.scheduler.next_rows()
         if rows is not None:

@@ -39,8 +39,12 @@ from shared.engine.transfer_jobs import (
     TransferPrograms,
     TransferStep,
     TransferSteps,
+    at_end,
     namespace_of,
 )
+
+MAX_PARTS = 8
+"""Maximum parts of a prefix, each with a header of all its tokens."""
 
 Tokens = Sequence[int] | Int32[np.ndarray, " T"]
 
@@ -92,9 +96,9 @@ class KVTransfer:
 
     @property
     def busy(self) -> bool:
-        """True while a job is open."""
+        """True while a job has steps to submit; an import may wait for its next part."""
         self._jobs = [job for job in self._jobs if job.is_open]
-        return bool(self._jobs)
+        return any(job.has_step for job in self._jobs)
 
     def match(
         self, tokens: Tokens, namespace: CacheNamespace, images: Sequence[CacheKeyImage]
@@ -108,12 +112,15 @@ class KVTransfer:
         namespace: CacheNamespace,
         images: Sequence[CacheKeyImage],
         allocate: Callable[[int], memoryview] = host_memory,
+        *,
+        first_page: int = 0,
     ) -> ExportJob | None:
         """Begins to export the longest cached prefix of a prompt after which its request can start.
 
         Args:
           tokens, namespace, images: The prompt.
           allocate: Returns memory for the bytes of a record; raises its own errors.
+          first_page: Pages in earlier parts (`begin_part`).
 
         Returns:
           The job; None if there is no such prefix.
@@ -122,32 +129,86 @@ class KVTransfer:
         if not path:
             return None
         snapshot = path[-1].snapshot if self._cache.needs_snapshot else NO_SNAPSHOT
-        header = self._header(path, tokens, namespace, images, has_snapshot=bool(snapshot))
-        windows = self._cache.tree.window_pages(path)
-        tables = [np.array([node.page for node in path], np.int32)]
-        tables += [_at_end(pages, len(path)) for pages in windows]
-        body = allocate(header.num_bytes)
+        windows, first = self._cache.tree.window_pages(path), min(first_page, len(path))
+        header = self._header(path, tokens, namespace, images, first, bool(snapshot), is_last=True)
         lease = TransferLease(path[-1], (NO_PAGES, *windows), pinned=snapshot)
-        for pool, pages in zip(self._pools, lease.pages, strict=True):
-            pool.share(pages)  # else window pages could be evicted
+        return self._begin_export(path, header, lease, allocate)
+
+    def begin_part(
+        self,
+        tokens: Tokens,
+        namespace: CacheNamespace,
+        images: Sequence[CacheKeyImage],
+        allocate: Callable[[int], memoryview] = host_memory,
+        *,
+        first_page: int,
+    ) -> ExportJob | None:
+        """Begins to export the pages of a prompt that runs, from a page on.
+
+        A part has at least one of `MAX_PARTS` of the pages. The part of `begin_export` is the last.
+
+        Args:
+          tokens, namespace, images, allocate: Same as in `begin_export`.
+          first_page: Pages in earlier parts.
+
+        Returns:
+          The job; None if there are not enough pages yet.
+        """
+        path = self._cache.tree.path(namespace, np.asarray(tokens, np.int32), images)
+        num_pages, path = self.max_pages(len(tokens)), path[: self.max_pages(len(tokens))]
+        if len(path) <= first_page or (len(path) - first_page) * MAX_PARTS < num_pages:
+            return None
+        header = self._header(path, tokens, namespace, images, first_page, False, is_last=False)
+        lease = TransferLease(path[-1], self._nothing)
+        return self._begin_export(path, header, lease, allocate)
+
+    def _begin_export(
+        self,
+        path: Sequence[Node],
+        header: TransferHeader,
+        lease: TransferLease,
+        allocate: Callable[[int], memoryview],
+    ) -> ExportJob:
+        pages, windows = np.array([node.page for node in path], np.int32), lease.pages[1:]
+        record = TransferRecord.of(header, allocate(header.num_bytes))
+        for pool, of_pool in zip(self._pools, lease.pages, strict=True):
+            pool.share(of_pool)  # else window pages could be evicted
         self._cache.transfers.open(lease)
-        steps = TransferSteps(self._exports, tables, 0, snapshot)
-        job = ExportJob(self._context, header, lease, steps, body)
+        steps = TransferSteps(self._exports)
+        first = min(header.first_page, header.num_pages - max(map(len, windows), default=0))
+        tables = [pages, *(at_end(of_pool, len(path)) for of_pool in windows)]
+        steps.add(record, tables, first, lease.pinned)
+        job = ExportJob(self._context, record, lease, steps)
+        if not steps.num_left:
+            job.end()
         self._jobs.append(job)
         return job
+
+    def max_pages(self, num_tokens: int) -> int:
+        """Returns the maximum pages of the record of a prompt: its request prefills a token."""
+        return (num_tokens - 1) // self._capacity.page_size
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of the prefix cache; without one `begin_part` returns the same."""
+        return self._cache.tree.num_changes
 
     @property
     def is_holding(self) -> bool:
         """True while an import is open, or its prefix is held for requests without a slot."""
         return bool(self._num_open_imports or self._cache.transfers.num_held)
 
-    def begin_import(self, record: TransferRecord, *, holds: bool) -> ImportJob:
+    def begin_import(
+        self, record: TransferRecord, *, holds: bool, num_pages: int | None = None
+    ) -> ImportJob:
         """Begins to import a record; pages that are cached already are not written again.
 
         Args:
-          record: The record.
+          record: The record, or the first part of it; `extend_import` adds the others.
           holds: True to hold the imported prefix until `ImportJob.cancel`, or until requests that
             `assign` names have received slots.
+          num_pages: Maximum pages of all parts, which are allocated at once; None without other
+            parts.
 
         Raises:
           TransferRejected: The record does not match this server ("version", "fingerprint",
@@ -155,24 +216,38 @@ class KVTransfer:
             cache is disabled ("no_cache"), or pages ("no_pages") or snapshots ("no_snapshots") are
             in use.
         """
-        header = record.header
-        self._check(header)
+        header, steps = record.header, TransferSteps(self._imports)
+        self._check(header, first_page=0)
+        count = header.num_pages if header.is_last or num_pages is None else num_pages
+        if count < header.num_pages:
+            raise TransferRejected("tokens", f"the record has more than {count} pages")
         path = self._cache.tree.path(namespace_of(header), header.tokens, header.images)
-        if len(path) == header.num_pages == self._cache.num_restorable(path):
-            tables = self._nothing
-            steps = TransferSteps(self._imports, tables, 0, NO_SNAPSHOT)
-            lease = TransferLease(None, tables)
-            job = ImportJob(self._context, record, lease, steps, tables, holds=holds)
+        if header.is_last and len(path) == header.num_pages == self._cache.num_restorable(path):
+            lease = TransferLease(None, self._nothing)
+            job = ImportJob(self._context, header, lease, steps, count, holds=holds)
             job.is_done = True
             job.hold()
             return job
-        lease = self._allocate(header, path)
-        tables = [_at_end(pages, header.num_pages) for pages in lease.pages]
-        first = header.num_pages - max(map(len, lease.pages))
-        steps = TransferSteps(self._imports, tables, first, lease.snapshot)
-        job = ImportJob(self._context, record, lease, steps, tables, holds=holds)
+        lease = self._allocate(header, path, count)
+        job = ImportJob(self._context, header, lease, steps, count, holds=holds)
+        job.add(record)
         self._jobs.append(job)
         return job
+
+    def extend_import(self, job: ImportJob, record: TransferRecord) -> None:
+        """Adds the next part to an import.
+
+        Raises:
+          TransferRejected: It does not follow the part before, or see `begin_import`.
+        """
+        before, header = job.header, record.header
+        self._check(header, first_page=before.num_pages)
+        count = min(before.num_tokens, header.num_tokens)
+        is_next = np.array_equal(before.tokens[:count], header.tokens[:count])
+        is_next &= namespace_of(before) == namespace_of(header)
+        if before.is_last or not is_next or header.num_pages > job.max_pages:
+            raise TransferRejected("tokens", "the part does not follow the one before")
+        job.add(record)
 
     def assign(self, job: ImportJob, request_ids: Iterable[int]) -> None:
         """Sets the requests that will start from the prefix of a completed import."""
@@ -181,8 +256,16 @@ class KVTransfer:
 
     def next_step(self) -> TransferStep | None:
         """Returns the next step of the oldest job that has one; None if no job has."""
-        job = next((job for job in self._jobs if job.has_step), None)
+        job = self._next_job()
         return None if job is None else job.next_step()
+
+    @property
+    def is_exporting(self) -> bool:
+        """True if the next step is one of an export."""
+        return isinstance(self._next_job(), ExportJob)
+
+    def _next_job(self) -> TransferJob | None:
+        return next((job for job in self._jobs if job.has_step), None)
 
     def cancel_all(self) -> None:
         """Cancels all jobs, and releases all held prefixes."""
@@ -217,8 +300,10 @@ class KVTransfer:
         tokens: Tokens,
         namespace: CacheNamespace,
         images: Sequence[CacheKeyImage],
-        *,
+        first_page: int,
         has_snapshot: bool,
+        *,
+        is_last: bool,
     ) -> TransferHeader:
         page_size, count = self._capacity.page_size, len(path)
         end = count * page_size + self._cache.policy.key_lookahead
@@ -233,16 +318,21 @@ class KVTransfer:
             images=tuple(TransferImage(x.first, x.end - x.first, x.digest) for x in named),
             page_size=page_size,
             num_pages=count,
+            first_page=first_page,
+            is_last=is_last,
             is_whole=tuple(node.is_whole for node in path),
             has_snapshot=has_snapshot,
-            arrays=self._arrays(count, has_snapshot=has_snapshot),
+            arrays=self._arrays(count, first_page, has_snapshot, is_last=is_last),
         )
 
-    def _arrays(self, num_pages: int, *, has_snapshot: bool) -> tuple[HeaderArray, ...]:
-        windows = [pool.num_restored(num_pages) for pool in self._pools[1:]]
-        return header_arrays(self._context.spec, num_pages, windows, has_snapshot=has_snapshot)
+    def _arrays(
+        self, num_pages: int, first_page: int, has_snapshot: bool, *, is_last: bool
+    ) -> tuple[HeaderArray, ...]:
+        windows = [pool.num_restored(num_pages) if is_last else 0 for pool in self._pools[1:]]
+        own = num_pages - first_page
+        return header_arrays(self._context.spec, own, windows, has_snapshot=has_snapshot)
 
-    def _check(self, header: TransferHeader) -> None:
+    def _check(self, header: TransferHeader, first_page: int) -> None:
         """Checks that a record is one of this server's model, and that it can be used."""
         if header.version != VERSION:
             raise TransferRejected(
@@ -256,22 +346,32 @@ class KVTransfer:
             )
         if not self._cache.policy.is_on:
             raise TransferRejected("no_cache", "an import requires the prefix cache")
-        arrays = self._arrays(header.num_pages, has_snapshot=header.has_snapshot)
+        if header.first_page != min(first_page, header.num_pages):
+            message = f"the record begins at page {header.first_page}, not {first_page}"
+            raise TransferRejected("tokens", message)
+        arrays = self._arrays(
+            header.num_pages, header.first_page, header.has_snapshot, is_last=header.is_last
+        )
         if (header.page_size, header.arrays) != (self._capacity.page_size, arrays):
             raise TransferRejected("arrays", "the record has other arrays than this server")
         wanted = header.num_tokens + self._cache.policy.key_lookahead
         if len(header.tokens) != wanted or header.tokens.max() >= self._capacity.vocab:
             raise TransferRejected("tokens", f"the record must have {wanted} tokens of the model")
-        if self._cache.needs_snapshot and not header.has_snapshot:
+        if header.has_snapshot and not header.is_last:
+            raise TransferRejected("arrays", "only the last part has a state snapshot")
+        if self._cache.needs_snapshot and header.is_last and not header.has_snapshot:
             raise TransferRejected("not_restorable", "the record has no state snapshot")
 
-    def _allocate(self, header: TransferHeader, path: Sequence[Node]) -> TransferLease:
-        """Locks the cached part of a record, and allocates pages and a snapshot for the rest."""
+    def _allocate(
+        self, header: TransferHeader, path: Sequence[Node], num_pages: int
+    ) -> TransferLease:
+        """Locks the cached pages of a prefix, and allocates the others and a snapshot."""
+        needs_snapshot = header.has_snapshot if header.is_last else self._cache.needs_snapshot
         lease = TransferLease(path[-1] if path else None, self._nothing)
         self._cache.transfers.open(lease)
         try:
-            lease.pages = self._take_pages(header.num_pages, len(path))
-            lease.snapshot = self._take_snapshot() if header.has_snapshot else NO_SNAPSHOT
+            lease.pages = self._take_pages(num_pages, len(path))
+            lease.snapshot = self._take_snapshot() if needs_snapshot else NO_SNAPSHOT
         except TransferRejected:
             self._cache.transfers.close(lease)
             raise
@@ -295,10 +395,3 @@ class KVTransfer:
         if has_room and (snapshot := self._cache.tree.snapshots.allocate()):
             return snapshot
         raise TransferRejected("no_snapshots", "all state snapshots are in use")
-
-
-def _at_end(pages: Int32[np.ndarray, " n"], count: int) -> Int32[np.ndarray, " count"]:
-    """Returns a page table of `count` pages that ends with these; 0 before them."""
-    table = np.zeros(count, np.int32)
-    table[count - len(pages) :] = pages
-    return table

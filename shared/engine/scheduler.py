@@ -232,6 +232,11 @@ class Scheduler:
             return Chunk(request, request.prefilled, end)
         return self._images.chunk_of(request, end, may_encode=is_first)
 
+    @property
+    def is_decoding(self) -> bool:
+        """True if a running request may need a decode step."""
+        return any(request.decodes and request.wants_step for request in self.running)
+
     def _decode_rows(self) -> ScheduledRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
         return self._controller.select_rows(ready, self._reserve) if ready else None

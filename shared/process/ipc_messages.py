@@ -6,13 +6,13 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
   field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
   and on request), `reply` (ticket, named corpora or adapters, and message and field of an
   error), `drain`
-  (maximum seconds), `kv_ticket` (id, fields of a ticket or None, and reason and message of an
-  error), `end` (message, True for a failure).
+  (maximum seconds), `kv_ticket` (id, fields of the ticket of the next part or None, and reason and
+  message of an error), `end` (message, True for a failure).
 - server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, images),
   `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
   tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `lora_load` (ticket, name,
-  folder), `lora_unload` (ticket, name), `kv_transfer` (fields of `add`; a `kv_ticket` follows),
-  `drained` (all responses are sent).
+  folder), `lora_unload` (ticket, name), `kv_transfer` (fields of `add`; a `kv_ticket` for each
+  part follows), `drained` (all responses are sent).
 
 The pixels of an `add` are not part of its frame, because packing a large frame blocks everything
 else. They are sent before it, per image: a frame `bytes` (their number), and then those bytes.

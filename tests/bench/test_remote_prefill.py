@@ -20,9 +20,9 @@ def test_bench_measures_transferred_prompts(tmp_path):
     assert remote_prefill.main([*words, "--out", str(path)]) == 0
     found = json.loads(path.read_text())
     separate = found["separate"]
-    assert separate["record_tokens"] == 192
-    assert separate["record_bytes"] > 0
-    assert separate["received"]["records"] == 3 + 2
+    assert separate["prompt_tokens"] == 192
+    assert separate["prompt_bytes"] > 0
+    assert separate["received"]["records"] >= 3 + 2
     for side in (found["alone"], separate):
         assert side["ttft_ms"]["new"] > side["ttft_ms"]["cached"] > 0
         assert side["interference"]["itl_p99_ms"] >= side["interference"]["itl_p50_ms"] > 0

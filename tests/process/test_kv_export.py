@@ -77,6 +77,12 @@ class Case:
         for job in self.transfer.jobs:
             job.is_done = True
 
+    def end_chunk(self, num_tokens: int) -> None:
+        """Ends a chunk of all running prompts, and the export of its pages."""
+        self.transfer.num_prefilled = num_tokens
+        self.exporter.replies()
+        self.end_export()
+
     def replies(self) -> list[list[Any]]:
         found: list[list[Any]] = []
         assert wait_until(lambda: bool(found.extend(self.exporter.replies()) or found))
@@ -149,6 +155,81 @@ def test_peer_exports_only_its_cache():
     case.exporter.close()
 
 
+def _parts(case: Case, requests: set[int]) -> dict[int, list[list[Any]]]:
+    """The replies to requests, up to the last part of each."""
+    found: dict[int, list[list[Any]]] = {number: [] for number in requests}
+
+    def are_whole() -> bool:
+        for reply in case.exporter.replies():
+            found[reply[1]].append(reply)
+        return all(each and each[-1][2]["header"]["is_last"] for each in found.values())
+
+    assert wait_until(are_whole)
+    return found
+
+
+def test_prompt_is_exported_in_parts_while_it_runs(case):
+    case.add(1)
+    case.add(2)
+    for end in (8, 16):
+        case.end_chunk(end)
+        first = case.replies()
+        assert [reply[1] for reply in first] == [1, 2]
+        records = [_record(reply) for reply in first]
+        assert {(each.header.num_tokens, each.header.is_last) for each in records} == {(end, False)}
+    case.end_prompt(1)
+    case.end_export()
+    for (reply,) in _parts(case, {1, 2}).values():
+        record = _record(reply)
+        assert (record.header.first_page, record.header.num_tokens) == (4, 20)
+        assert _bytes(record) == _bytes(record_of(PROMPT, first_page=4))
+    assert wait_until(lambda: case.store.num_bytes == 0)
+
+
+def test_request_after_first_part_gets_whole_record(case):
+    """The memory of the first part may be free already."""
+    case.add(1)
+    case.end_chunk(8)
+    (reply,) = case.replies()
+    _record(reply)
+    case.add(2)
+    case.add(3)
+    assert case.exporter.drop(3)
+    case.end_prompt(1)
+    case.end_export()
+    assert len(_parts(case, {1})[1]) == 1
+    assert [request.request_id for request in case.engine.added] == [1, 2]
+    case.end_prompt(2)
+    case.end_export()
+    ((reply,),) = _parts(case, {2}).values()
+    assert _bytes(_record(reply)) == _bytes(record_of(PROMPT))
+    assert not case.exporter.drop(3)
+
+
+def test_failure_after_first_part_ends_export(case):
+    case.add(1)
+    case.end_chunk(8)
+    assert len(case.replies()) == 1
+    case.end_chunk(16)
+    case.end_prompt(1, error="the logits are not finite")
+    assert case.replies() == [["kv_ticket", 1, None, "failed", ANY_TEXT]]
+    assert not case.exporter.drop(1)
+    assert case.transfer.jobs[1].is_done
+
+
+def test_abort_between_parts_frees_memory(case):
+    case.add(1)
+    case.end_chunk(8)
+    (reply,) = case.replies()
+    case.transfer.num_prefilled = 16
+    case.exporter.replies()
+    assert case.exporter.drop(1)
+    assert case.transfer.jobs[1].failed == "cancelled"
+    assert case.engine.aborted == [1]
+    case.store.drop(reply[2]["ticket_id"])
+    assert case.store.num_bytes == 0
+
+
 class _AnyText:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, str)
@@ -212,18 +293,24 @@ def test_prompts_under_load_are_all_exported(kind):
     exporter = KVExporter(
         engine, engine.transfer, store, server, runs_prompts=True, notify=lambda: None
     )
-    prompts, replies = [tokens(number, 200) for number in range(24)], list[list[Any]]()
-    for prompt in prompts:
-        exporter.add(request(prompt, max_tokens=0))
-    until = time.monotonic() + 60
-    while len(replies) < 24:
-        assert time.monotonic() < until
-        replies += exporter.replies()
+    requests = [request(tokens(number, 200), max_tokens=0) for number in range(24)]
+    for each in requests:
+        exporter.add(each)
+    parts, until = {each.request_id: list[TransferHeader]() for each in requests}, time.monotonic()
+    while not all(each and each[-1].is_last for each in parts.values()):
+        assert time.monotonic() < until + 60
+        for _, number, fields, _, _ in exporter.replies():
+            parts[number].append(TransferHeader.from_fields(fields["header"]))
         if engine.busy:
             assert exporter.take(checked_step(engine)) == []
-    headers = [TransferHeader.from_fields(fields["header"]) for _, _, fields, _, _ in replies]
-    assert [header.num_tokens for header in headers] == [192 if "hybrid" in kind else 196] * 24
-    assert engine.transfer.num_exported == sum(header.num_tokens for header in headers)
+    hit = 192 if "hybrid" in kind else 196
+    for headers in parts.values():
+        assert [each.is_last for each in headers] == [False] * (len(headers) - 1) + [True]
+        ends = [each.num_pages for each in headers]
+        assert [each.first_page for each in headers] == [0, *ends[:-1]]
+        assert headers[-1].num_tokens == hit
+    assert min(map(len, parts.values())) > 1, "no prompt was exported while it ran"
+    assert engine.transfer.num_exported == 24 * hit
     exporter.close()
     engine.cache.check([])
 

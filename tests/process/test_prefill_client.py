@@ -21,7 +21,7 @@ from shared.engine.request import CacheNamespace
 from shared.options.disaggregation import ServerAddress
 from shared.process.disaggregation.prefill_client import PrefillClient, PrefillServers
 from shared.process.disaggregation.prompt_key import PromptKey
-from tests.support.fake_transfers import FINGERPRINT, record_of
+from tests.support.fake_transfers import FINGERPRINT, PAGE, record_of
 from tests.support.polling import wait_until
 from tests.support.record_store import publish
 
@@ -36,7 +36,9 @@ class Prefiller:
     Attributes:
       status: Status of the response.
       record: Record of the ticket.
-      flips: Byte of the body to damage; None for none.
+      parts: Ends of parts before the last one, in tokens.
+      ends_early: True to close the connection before the last part.
+      flips: Byte of the last body to damage; None for none.
       damage: Fields of the header to replace.
       bodies: Bodies of all requests.
       waits: Time at which it replies.
@@ -44,7 +46,8 @@ class Prefiller:
 
     def __init__(self) -> None:
         self.status, self.record = 200, record_of(PREFIX.tokens, PREFIX.namespace)
-        self.flips: int | None = None
+        self.parts: tuple[int, ...] = ()
+        self.ends_early, self.flips = False, None
         self.damage: dict[str, object] = {}
         self.bodies: list[dict] = []
         self.keys: list[str | None] = []
@@ -70,16 +73,28 @@ class Prefiller:
         self.bodies.append(json.loads(handler.rfile.read(int(handler.headers["Content-Length"]))))
         self.keys.append(handler.headers["Authorization"])
         self.waits.wait(10)
-        record = self.record
-        header = record.header.to_fields() | self.damage
-        published = publish(self.store, b"", header, self.body(), record.checksum())
-        ticket = self.records.ticket(published[0], published[1])
         handler.send_response(self.status)
         handler.end_headers()
-        handler.wfile.write(json.dumps(ticket.to_fields()).encode())
+        first = 0
+        for end in self.parts:
+            part = record_of(PREFIX.tokens[:end], OWNER, first_page=first, is_last=False)
+            handler.wfile.write(self.line(part, part.header.to_fields(), part.parts()))
+            first = end // PAGE
+        if self.ends_early:
+            return
+        record = self.record
+        if first:
+            record = record_of(PREFIX.tokens, OWNER, first_page=first)
+        header = record.header.to_fields() | self.damage
+        handler.wfile.write(self.line(record, header, self.body(record)))
 
-    def body(self) -> list[memoryview]:
-        body = bytearray(b"".join(self.record.parts()))
+    def line(self, record: TransferRecord, header: dict, body: list[memoryview]) -> bytes:
+        published = publish(self.store, b"", header, body, record.checksum())
+        ticket = self.records.ticket(published[0], published[1])
+        return json.dumps(ticket.to_fields()).encode() + b"\n"
+
+    def body(self, record: TransferRecord) -> list[memoryview]:
+        body = bytearray(b"".join(record.parts()))
         if self.flips is not None:
             body[self.flips] ^= 1
         return [memoryview(body)]
@@ -106,7 +121,7 @@ def fetch(prefillers) -> Iterator[Callable[..., TransferRecord]]:
     client = PrefillClient(addresses, records, KEY, FINGERPRINT)
 
     def run(deadline: Deadline | None = None) -> TransferRecord:
-        record, memory = client.fetch(PREFIX, deadline or Deadline(10))
+        ((record, memory),) = client.fetch(PREFIX, deadline or Deadline(10))
         memory.release()
         return record
 
@@ -126,6 +141,36 @@ def test_fetch_returns_record_of_prefix(prefillers, fetch):
     bodies = [body for each in prefillers for body in each.bodies]
     assert bodies == [{"tokens": list(PREFIX.tokens), "tenant": "tenant", "lora_name": "sql"}]
     assert {key for each in prefillers for key in each.keys} == {f"Bearer {KEY}"}
+
+
+def test_parts_arrive_in_order(prefillers):
+    prefillers[0].parts = (8, 16)
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
+    client = PrefillClient([prefillers[0].address], records, None, FINGERPRINT)
+    found = []
+    for record, memory in client.fetch(PREFIX, Deadline(10)):
+        found.append(b"".join(record.parts()))
+        memory.release()
+    assert b"".join(found) == b"".join(prefillers[0].record.parts())
+    assert len(found) == 3
+    records.close()
+
+
+@pytest.mark.parametrize("fault", ["end", "damage"])
+def test_fault_after_first_part_selects_no_other_server(prefillers, fault):
+    for each in prefillers:
+        each.parts, each.ends_early = (8,), fault == "end"
+        each.flips = 0 if fault == "damage" else None
+    records = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
+    client = PrefillClient([each.address for each in prefillers], records, None, FINGERPRINT)
+    parts = client.fetch(PREFIX, Deadline(10))
+    next(parts)[1].release()
+    with pytest.raises((TransferError, TransferRejected)) as error:
+        next(parts)
+    assert error.value.reason == ("lost" if fault == "end" else "checksum")
+    assert sum(len(each.bodies) for each in prefillers) == 1
+    assert records.num_bytes == 0
+    records.close()
 
 
 def test_equal_prefixes_select_same_server(prefillers, fetch):
@@ -192,7 +237,7 @@ def test_damaged_record_is_rejected(prefillers, backend, flips, damage):
     records = RecordClient(backend, b"", 1 << 20, TransferCounters(), None)
     client = PrefillClient([prefillers[0].address], records, None, FINGERPRINT)
     with pytest.raises(TransferRejected) as error:
-        client.fetch(PREFIX, Deadline(10))
+        list(client.fetch(PREFIX, Deadline(10)))
     assert error.value.reason == "checksum"
     assert records.num_bytes == 0
     records.close()
@@ -202,7 +247,7 @@ def test_record_of_other_weights_is_rejected(prefillers):
     records = RecordClient("auto", b"", 1 << 20, TransferCounters(), None)
     client = PrefillClient([prefillers[0].address], records, None, "cd" * 32)
     with pytest.raises(TransferRejected, match="another model") as error:
-        client.fetch(PREFIX, Deadline(10))
+        list(client.fetch(PREFIX, Deadline(10)))
     assert error.value.reason == "fingerprint"
     assert records.num_bytes == 0
 

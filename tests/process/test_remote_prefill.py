@@ -17,7 +17,7 @@ from shared.process.disaggregation import remote_prefill
 from shared.process.disaggregation.prompt_key import PromptKey
 from shared.process.disaggregation.remote_prefill import RemotePrefill
 from tests.support.cached_traffic import give_back_all, make, request, serve, tokens
-from tests.support.fake_transfers import FakeTransfer, record_of
+from tests.support.fake_transfers import PAGE, FakeTransfer, record_of
 from tests.support.polling import wait_until
 from tests.support.run_engine import checked_step
 
@@ -41,16 +41,21 @@ class Fetches:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.permitted, self.memory = threading.Event(), Fetched()
+        self.parts: tuple[int, ...] = ()
         self.prefixes: list[PromptKey] = []
         self.deadlines: list[Deadline] = []
 
     def fetch(self, prefix: PromptKey, deadline: Deadline):
         self.prefixes.append(prefix)
         self.deadlines.append(deadline)
+        first = 0
+        for end in self.parts:
+            yield record_of(prefix.tokens[:end], first_page=first, is_last=False), self.memory
+            first = end // PAGE
         assert self.permitted.wait(10)
         if self.error is not None:
             raise self.error
-        return record_of(prefix.tokens, prefix.namespace), self.memory
+        yield record_of(prefix.tokens, prefix.namespace, first_page=first), self.memory
 
 
 class Case:
@@ -115,6 +120,43 @@ def test_request_follows_import_of_its_prompt(case):
     assert case.fetches.memory.num_released == 1
     assert case.failures() == {}
     assert case.queue.num_waiting == 0
+
+
+def test_parts_are_imported_as_they_arrive(case):
+    case.fetches.parts = (8, 16)
+    case.take(1)
+    assert wait_until(lambda: bool(case.ready()) or len(case.transfer.records) == 2)
+    case.fetches.permitted.set()
+    assert wait_until(lambda: bool(case.ready()) or len(case.transfer.records) == 3)
+    case.transfer.jobs[0].is_done = True
+    assert case.next_ready() == [1]
+    ends = [record.num_tokens for record in case.transfer.records]
+    assert (ends, len(case.transfer.jobs)) == ([8, 16, 20], 1)
+    assert case.fetches.memory.num_released == 3
+    assert case.failures() == {}
+
+
+def test_lost_part_cancels_import(case):
+    case.fetches.parts, case.fetches.error = (8,), TransferError("lost", "the server has ended")
+    case.take(1)
+    assert wait_until(lambda: bool(case.ready()) or len(case.transfer.records) == 1)
+    case.fetches.permitted.set()
+    assert case.next_ready() == [1]
+    assert case.transfer.jobs[0].failed == "cancelled"
+    assert case.transfer.assigned == []
+    assert case.fetches.memory.num_released == 1
+    assert case.failures() == _failure("lost")
+
+
+def test_abort_between_parts_cancels_import(case):
+    case.fetches.parts = (8, 16)
+    case.take(1)
+    assert wait_until(lambda: bool(case.ready()) or len(case.transfer.records) == 2)
+    assert case.queue.drop(1)
+    assert case.transfer.jobs[0].failed == "cancelled"
+    case.fetches.permitted.set()
+    assert wait_until(lambda: case.fetches.memory.num_released == 3)
+    assert case.ready() == []
 
 
 def test_short_or_cached_prompts_are_not_taken(case):
@@ -229,7 +271,7 @@ def test_many_imports_evict_no_waiting_prefix(kind):
     sink, counters, arrived = make(kind, num_pages=320), TransferCounters(), list[bool]()
     queue = RemotePrefill(
         sink.transfer,
-        lambda prefix, _: (records[prefix.tokens], Fetched()),  # pyright: ignore[reportArgumentType]
+        lambda prefix, _: [(records[prefix.tokens], Fetched())],  # pyright: ignore[reportArgumentType]
         min_tokens=MIN_TOKENS,
         timeout_s=30.0,
         counters=counters,
@@ -237,7 +279,7 @@ def test_many_imports_evict_no_waiting_prefix(kind):
     )
     requests = [request(prompt, max_tokens=40) for prompt in prompts]
     assert all(map(queue.take, requests))
-    assert wait_until(lambda: len(arrived) == len(requests))
+    assert wait_until(lambda: len(arrived) == 2 * len(requests))  # a record and the end of each
     while queue.num_waiting or sink.busy:
         for ready in queue.ready():
             sink.add(ready)

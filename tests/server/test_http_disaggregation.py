@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -60,6 +61,7 @@ def _prefill_server(
 ) -> contextlib.AbstractContextManager[Server]:
     more = (
         f"--disaggregation-mode prefill --disaggregation-transfer-backend {backend} "
+        "--chunked-prefill-size 64 "
         f"--disaggregation-secret-file {folder / 'secret'}"
     )
     return serving(_command(folder / "model", more))
@@ -125,6 +127,20 @@ def test_transferred_prompt_keeps_output(prefill, decode, temperature):
     assert remote["speculative"]["verify_steps"] > 0
 
 
+def test_long_prompt_is_transferred_in_parts(prefill, decode):
+    def received() -> float:
+        name = "kv_transfer_records_total{"
+        found = _metrics(decode).items()
+        return sum(x for key, x in found if key.startswith(name) and "received" in key)
+
+    prompt, before = prompt_of(60, 200), received()
+    fields = {"max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    remote = decode.complete(prompt, **fields)
+    assert _cached(remote) == 192
+    assert received() - before > 1
+    assert _output(remote) == _output(prefill.complete(prompt, **fields))
+
+
 def test_kv_transfer_requires_secret(prefill):
     body = {"tokens": prompt_of(50)}
     for key in ({}, {"authorization": "Bearer wrong"}):
@@ -138,12 +154,16 @@ def _ticket(server: Server, **body: Any) -> httpx.Response:
     return httpx.post(server.url + "/kv_transfer", json=body, headers=key, timeout=60)
 
 
-def test_kv_transfer_responds_with_ticket(prefill):
-    ticket = _ticket(prefill, tokens=prompt_of(51), tenant="a").json()
-    assert ticket["header"]["tenant"] == "a"
-    assert ticket["header"]["num_pages"] * PAGE == 64
-    assert ticket["num_bytes"] > 0
-    assert _metrics(prefill)["kv_transfer_held_bytes"] >= ticket["num_bytes"]
+def test_kv_transfer_responds_with_tickets(prefill):
+    lines = _ticket(prefill, tokens=prompt_of(51), tenant="a").text.splitlines()
+    tickets = list(map(json.loads, lines))
+    assert [ticket["header"]["is_last"] for ticket in tickets] == [False, True]
+    for ticket in tickets:
+        assert ticket["header"]["tenant"] == "a"
+        assert ticket["header"]["num_pages"] * PAGE == 64
+        assert ticket["num_bytes"] > 0
+    held = sum(ticket["num_bytes"] for ticket in tickets)
+    assert _metrics(prefill)["kv_transfer_held_bytes"] >= held
 
 
 IMAGE = {"first": 0, "height": 8, "width": 8, "pixels": "AAAA"}

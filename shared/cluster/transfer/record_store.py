@@ -22,6 +22,9 @@ from shared.cluster.transfer.ticket import ID_BYTES
 
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
+VIEW_S = 1.0
+"""Maximum seconds for which threads keep views of a complete record."""
+
 
 class RecordMemory:
     """Memory file of a record that is being written.
@@ -43,12 +46,24 @@ class RecordMemory:
 
     def seal(self) -> int:
         """Forbids changes, and returns the descriptor, which the caller owns."""
-        self.body.release()
-        if self._mapping is not None:
-            self._mapping.close()
+        self._unmap()
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, SEALS)
         file, self._file = self._file, -1
         return file
+
+    def _unmap(self) -> None:
+        """Removes the mapping; a thread that has ended its work on it may still have a view."""
+        until = time.monotonic() + VIEW_S
+        while True:
+            try:
+                self.body.release()
+                if self._mapping is not None:
+                    self._mapping.close()
+                return
+            except BufferError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.001)
 
     def close(self) -> None:
         """Frees a record that is not sealed; does nothing after `seal` or `close`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ NOT_CACHED, FAILED = "not_cached", "failed"
 
 Published = tuple[str, HeldRecord]
 """Id of a ticket, and its record."""
+
+PublishedPart = Future[Published]
 
 
 class RequestEngine(Protocol):
@@ -45,18 +48,24 @@ class PendingExport:
       waiting: Ids of the requests for it.
       queued: Request that will run the prompt; None once it runs.
       running: Id of the request that runs the prompt; None once it has ended.
-      job: Export from the cache; None before.
-      memory: Memory of its record.
-      published: First ticket, once a thread has published the record.
+      jobs: Exports of the next parts, in order, and the memory of each record.
+      num_pages: Pages of all parts that have begun.
+      parts: Parts that a thread publishes or has published, in order.
+      num_sent: Parts for which the requests have tickets.
+      late: Requests that have missed a part; they begin anew once the others have all tickets.
+      num_changes: Changes of the prefix cache when a part was last looked for.
     """
 
     prefix: PromptKey
     waiting: list[int] = field(default_factory=list)
     queued: Request | None = None
     running: int | None = None
-    job: ExportJob | None = None
-    memory: RecordMemory | None = None
-    published: Future[Published] | None = None
+    jobs: deque[tuple[ExportJob, RecordMemory]] = field(default_factory=deque)
+    num_pages: int = 0
+    parts: list[PublishedPart] = field(default_factory=list)
+    num_sent: int = 0
+    late: list[Request] = field(default_factory=list)
+    num_changes: int = -1
 
 
 class KVExporter:
@@ -64,6 +73,9 @@ class KVExporter:
 
     Prompts wait in order while others run or are exported, `EXPORTED_STATES_OF_A_REQUEST` for each
     slot. An export pins a snapshot, and a prompt without a free snapshot could not be exported.
+
+    While a prompt runs, its finished pages are exported in parts, each with a ticket. The last part
+    has the state snapshot.
 
     Args:
       engine: Runs the prompts, as requests with `max_tokens` 0.
@@ -99,6 +111,9 @@ class KVExporter:
             self._reply(request.request_id, found)
             return
         pending = self._pending.get(prefix.key)
+        if pending is not None and pending.num_sent:
+            pending.late.append(request)
+            return
         if pending is None:
             pending = self._pending[prefix.key] = PendingExport(prefix, queued=request)
         pending.waiting.append(request.request_id)
@@ -116,10 +131,10 @@ class KVExporter:
             elif event.finish_reason is not None:
                 del self._running[event.request_id]
                 pending.running = None
-                if event.error is None:
-                    self._export(pending)
-                else:
+                if event.error is not None:
                     self._fail(pending, FAILED, event.error)
+                else:
+                    self._export_last(pending)
         return others
 
     def drop(self, request_id: int) -> bool:
@@ -129,6 +144,10 @@ class KVExporter:
           False if it was not waiting.
         """
         for pending in self._pending.values():
+            late = [each for each in pending.late if each.request_id != request_id]
+            if len(late) < len(pending.late):
+                pending.late = late
+                return True
             if request_id in pending.waiting:
                 pending.waiting.remove(request_id)
                 if not pending.waiting:
@@ -161,7 +180,7 @@ class KVExporter:
 
     def _begin(self, pending: PendingExport, request: Request) -> None:
         if not self._runs_prompts:
-            self._export(pending)
+            self._export_last(pending)
             return
         try:
             self._engine.add(request)
@@ -173,70 +192,99 @@ class KVExporter:
         pending.running = request.request_id
         self._running[request.request_id] = pending
 
-    def _export(self, pending: PendingExport) -> None:
-        prefix = pending.prefix
+    def _export_last(self, pending: PendingExport) -> None:
+        self._export(pending, self._transfer.begin_export, "no prefix of the prompt is cached")
+
+    def _export(
+        self,
+        pending: PendingExport,
+        begin: Callable[..., ExportJob | None],
+        failure: str | None = None,
+    ) -> None:
+        """Begins the export of a part; without one the export fails if there is a message."""
+        prefix, held = pending.prefix, list[RecordMemory]()
 
         def allocate(num_bytes: int) -> memoryview:
-            pending.memory = self._store.allocate(num_bytes)
-            return pending.memory.body
+            held.append(self._store.allocate(num_bytes))
+            return held[0].body
 
+        first = pending.num_pages
         try:
-            pending.job = self._transfer.begin_export(
-                prefix.tokens, prefix.namespace, prefix.images, allocate
-            )
+            job = begin(prefix.tokens, prefix.namespace, prefix.images, allocate, first_page=first)
         except TransferError as error:
             self._fail(pending, error.reason, str(error))
             return
-        if pending.job is None:
-            self._fail(pending, NOT_CACHED, "no prefix of the prompt is cached")
+        if job is not None:
+            pending.jobs.append((job, held[0]))
+            pending.num_pages = job.header.num_pages
+        elif failure is not None:
+            self._fail(pending, NOT_CACHED, failure)
 
     def _advance(self, pending: PendingExport) -> None:
-        if pending.published is not None:
-            if pending.published.done():
-                self._end(pending, pending.published)
-        elif pending.job is not None and pending.job.is_done:
-            assert pending.memory is not None
-            pending.published = self._thread.submit(
-                self._publish, pending.prefix.key, pending.job, pending.memory
-            )
-            pending.published.add_done_callback(lambda _: self._notify())
+        while pending.jobs and pending.jobs[0][0].is_done:
+            self._publish_part(pending, *pending.jobs.popleft())
+        changes = self._transfer.num_changes
+        if pending.running is not None and not pending.jobs and changes != pending.num_changes:
+            pending.num_changes = changes
+            self._export(pending, self._transfer.begin_part)
+        self._reply_parts(pending)
+
+    def _publish_part(self, pending: PendingExport, job: ExportJob, memory: RecordMemory) -> None:
+        # A record of the whole prefix is shared with later requests.
+        is_single = not pending.parts and job.header.is_last
+        part = b"" if is_single else len(pending.parts).to_bytes(1, "big")
+        key = pending.prefix.key + part
+        published = self._thread.submit(self._publish, key, job, memory)
+        published.add_done_callback(lambda _: self._notify())
+        pending.parts.append(published)
 
     def _publish(self, key: bytes, job: ExportJob, memory: RecordMemory) -> Published:
         """Publishes a record, on the thread, because its checksum reads all bytes."""
-        record, job.record = job.record, None
-        assert record is not None
+        record = job.take_record()
         checksum = record.checksum()
         del record  # its arrays are views of the memory
         return self._store.publish(key, job.header.to_fields(), memory, checksum)
 
-    def _end(self, pending: PendingExport, published: Future[Published]) -> None:
-        first = published.result()
+    def _reply_parts(self, pending: PendingExport) -> None:
+        """Replies with the tickets of published parts, in order; the last one ends the export."""
+        while pending.num_sent < len(pending.parts):
+            part = pending.parts[pending.num_sent]
+            if not part.done():
+                return
+            first = part.result()
+            pending.num_sent += 1
+            for number, request_id in enumerate(pending.waiting):
+                shared = self._store.share(first[1].key) if number else None
+                self._reply(request_id, shared or first)
+            if first[1].header["is_last"]:
+                self._end(pending)
+
+    def _end(self, pending: PendingExport) -> None:
         del self._pending[pending.prefix.key]
-        for number, request_id in enumerate(pending.waiting):
-            found = self._store.share(pending.prefix.key) if number else None
-            self._reply(request_id, found or first)
+        for request in pending.late:
+            self.add(request)
 
     def _reply(self, request_id: int, published: Published) -> None:
         ticket = self._server.ticket(published[0], published[1])
         self._replies.append(["kv_ticket", request_id, ticket.to_fields(), None, None])
 
     def _fail(self, pending: PendingExport, reason: str, message: str) -> None:
-        del self._pending[pending.prefix.key]
-        for request_id in pending.waiting:
+        waiting, pending.waiting = pending.waiting, []
+        self._cancel(pending)
+        for request_id in waiting:
             self._replies.append(["kv_ticket", request_id, None, reason, message])
 
     def _cancel(self, pending: PendingExport) -> None:
-        del self._pending[pending.prefix.key]
         if pending.running is not None:
             del self._running[pending.running]
             self._engine.abort(pending.running)
-        if pending.job is not None:
-            pending.job.cancel()
-        if pending.published is not None:
-            pending.published.add_done_callback(self._drop)
-        elif pending.memory is not None:
-            pending.memory.close()
+        for job, memory in pending.jobs:
+            job.cancel()
+            memory.close()
+        for part in pending.parts[pending.num_sent :]:
+            part.add_done_callback(self._drop)
+        self._end(pending)
 
-    def _drop(self, published: Future[Published]) -> None:
+    def _drop(self, published: PublishedPart) -> None:
         if not published.cancelled() and published.exception() is None:
             self._store.drop(published.result()[0])

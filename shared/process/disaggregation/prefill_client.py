@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from math import ceil
 from typing import Any
 
@@ -31,6 +32,10 @@ MAX_LOAD = 1.25
 """Multiple of the mean number of open requests from which a server is tried last."""
 
 MAX_TICKET_BYTES = 1 << 26
+
+Part = tuple[TransferRecord, FetchedRecord]
+"""Record of a part of a prefix, and its memory."""
+
 NOT_CACHED, BUSY, REJECTED = "not_cached", "busy", "rejected"
 _REASONS: dict[int, str] = {
     HTTPStatus.NOT_FOUND: NOT_CACHED,
@@ -105,32 +110,49 @@ class PrefillClient:
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
 
-    def fetch(self, prefix: PromptKey, deadline: Deadline) -> tuple[TransferRecord, FetchedRecord]:
-        """Has a server prefill a prompt, and fetches the record.
+    def fetch(self, prefix: PromptKey, deadline: Deadline) -> Iterator[Part]:
+        """Has a server prefill a prompt, and fetches its records.
 
-        Returns:
-          The record, and its memory to release.
+        Yields:
+          Each part of the prefix as it arrives, and its memory to release.
 
         Raises:
-          TransferError, TransferRejected: No server has sent a usable record in time.
+          TransferError, TransferRejected: No server has sent usable records in time.
         """
         last = TransferError(UNREACHABLE, "no prefill server could be reached just now")
         for server in self._servers.order(prefix.affinity):
+            has_begun = False
             try:
                 with self._servers.counted(server):
-                    return self._fetch_from(server, prefix, deadline)
+                    for part in self._fetch_from(server, prefix, deadline):
+                        has_begun = True
+                        yield part
+                return
             except TransferError as error:
-                if error.reason not in NEXT_SERVER:
+                if has_begun or error.reason not in NEXT_SERVER:
                     raise
                 last = error
         raise last
 
     def _fetch_from(
         self, server: ServerAddress, prefix: PromptKey, deadline: Deadline
-    ) -> tuple[TransferRecord, FetchedRecord]:
-        fields = self._post(server, prefix.to_json(), deadline)
-        ticket = Ticket.from_fields(fields, server.host)
-        header = TransferHeader.from_fields(ticket.header)
+    ) -> Iterator[Part]:
+        for fields in self._post(server, prefix.to_json(), deadline):
+            ticket = Ticket.from_fields(fields, server.host)
+            header = TransferHeader.from_fields(ticket.header)
+            self._check(server, prefix, header)
+            fetched = self._records.fetch(ticket, deadline)
+            try:
+                record = TransferRecord.checked(header, fetched.body, ticket.checksum)
+            except TransferRejected:
+                fetched.release()
+                raise
+            yield record, fetched
+            if header.is_last:
+                return
+        raise TransferError(LOST, "the server ended before the last part of the prefix")
+
+    def _check(self, server: ServerAddress, prefix: PromptKey, header: TransferHeader) -> None:
         if header.fingerprint != self._fingerprint:
             raise TransferRejected(
                 "fingerprint",
@@ -143,15 +165,11 @@ class PrefillClient:
             raise TransferRejected(
                 "tokens", "the record is that of another prompt, or of other files of the adapter"
             )
-        fetched = self._records.fetch(ticket, deadline)
-        try:
-            return TransferRecord.checked(header, fetched.body, ticket.checksum), fetched
-        except TransferRejected:
-            fetched.release()
-            raise
 
-    def _post(self, server: ServerAddress, body: bytes, deadline: Deadline) -> dict[str, Any]:
-        """Returns the fields of the response."""
+    def _post(
+        self, server: ServerAddress, body: bytes, deadline: Deadline
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the fields of each line of the response, as it arrives."""
         kind = HTTPSConnection if server.is_secure else HTTPConnection
         wait_s = min(CONNECT_S, deadline.remaining_s())
         connection = kind(server.host, server.port, timeout=wait_s)
@@ -162,15 +180,23 @@ class PrefillClient:
                 deadline.remaining_s()
                 message = f"{server.host}:{server.port} cannot be reached: {error}"
                 raise TransferError(UNREACHABLE, message) from error
+            sock = connection.sock  # the response keeps it open
             try:
-                with deadline.on(connection.sock):
+                with deadline.on(sock):
                     connection.request("POST", PATH, body, self._headers)
                     response = connection.getresponse()
-                    received = response.read(MAX_TICKET_BYTES)
+                with contextlib.closing(response):
+                    yield _fields_of(response.status, _line(response, sock, deadline))
+                    while received := _line(response, sock, deadline):
+                        yield _fields_of(response.status, received)
             except HTTPException as error:
                 deadline.remaining_s()
                 raise TransferError(LOST, f"the connection failed: {error!r}") from error
-        return _fields_of(response.status, received)
+
+
+def _line(response: HTTPResponse, sock: socket.socket, deadline: Deadline) -> bytes:
+    with deadline.on(sock):
+        return response.readline(MAX_TICKET_BYTES)
 
 
 def _fields_of(status: int, received: bytes) -> dict[str, Any]:

@@ -8,8 +8,10 @@ lost prefill server costs time only.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -21,7 +23,7 @@ from shared.cluster.transfer.record_client import FetchedRecord
 from shared.engine.kv_transfer import KVTransfer
 from shared.engine.request import Request
 from shared.engine.transfer_jobs import ImportJob
-from shared.process.disaggregation.prefill_client import NOT_CACHED
+from shared.process.disaggregation.prefill_client import NOT_CACHED, Part
 from shared.process.disaggregation.prompt_key import PromptKey
 from shared.process.logs import log
 
@@ -33,7 +35,8 @@ GRACE_S = 0.5
 
 LACK_OF_ROOM = ("no_pages", "no_snapshots")
 
-Fetch = Callable[[PromptKey, Deadline], tuple[TransferRecord, FetchedRecord]]
+Fetch = Callable[[PromptKey, Deadline], Iterable[Part]]
+Failure = TransferError | TransferRejected
 
 
 @dataclass(eq=False)
@@ -44,19 +47,48 @@ class PendingPrefill:
       prefix: The prompt.
       deadline: Deadline of its transfer.
       expires: Time at which it is prefilled locally, by the monotonic clock.
-      result: Result of the thread.
       requests: Requests with this prompt.
-      job: Import of the record; None before.
-      fetched: Memory of the record during the import.
+      job: Import of the parts; None before the first one.
+      result: Error of the thread, or None; set at its end.
     """
 
     prefix: PromptKey
     deadline: Deadline
     expires: float
-    result: Future[tuple[TransferRecord, FetchedRecord]]
     requests: list[Request] = field(default_factory=list)
     job: ImportJob | None = None
-    fetched: FetchedRecord | None = None
+    result: Future[Failure | None] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _arrived: deque[Part] = field(default_factory=deque)
+    _held: list[FetchedRecord] = field(default_factory=list)
+    _is_over: bool = False
+
+    def deliver(self, part: Part) -> None:
+        """Adds a part, on the thread that has fetched it."""
+        with self._lock:
+            if self._is_over:
+                part[1].release()
+            else:
+                self._arrived.append(part)
+                self._held.append(part[1])
+
+    @property
+    def next_record(self) -> TransferRecord | None:
+        """Record of the next part; None until it has arrived."""
+        return self._arrived[0][0] if self._arrived else None
+
+    def pop(self) -> None:
+        """Removes the next part, which the import has."""
+        self._arrived.popleft()
+
+    def release(self) -> None:
+        """Releases the memory of all parts, also of those that are still to arrive."""
+        with self._lock:
+            self._is_over = True
+            self._arrived.clear()
+            held, self._held = self._held, []
+        for each in held:
+            each.release()
 
 
 class RemotePrefill:
@@ -126,12 +158,13 @@ class RemotePrefill:
         for pending in tuple(self._pending.values()):
             try:
                 is_over = self._advance(pending, may_begin)
-                may_begin &= pending.job is not None or not pending.result.done()
+                may_begin &= pending.job is not None or pending.next_record is None
             except (TransferError, TransferRejected) as error:
                 self._fall_back(pending, error.reason, str(error))
-                # The future holds the error, and its frames hold the future and a record: without
-                # this the record stays until the next garbage collection.
-                error.with_traceback(None)
+                if pending.job is not None:
+                    pending.job.cancel()
+                    pending.job = None
+                _without_frames(error)
                 is_over = True
             if is_over:
                 if pending.job is not None:
@@ -147,49 +180,55 @@ class RemotePrefill:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start(self, prefix: PromptKey) -> PendingPrefill:
-        deadline = Deadline(self._timeout_s)
-        result = self._threads.submit(self._fetch_on_thread, prefix, deadline)
-        result.add_done_callback(lambda _: self._notify())
         expires = time.monotonic() + self._timeout_s + GRACE_S
-        return PendingPrefill(prefix, deadline, expires, result)
+        pending = PendingPrefill(prefix, Deadline(self._timeout_s), expires)
+        pending.result = self._threads.submit(self._fetch_on_thread, pending)
+        pending.result.add_done_callback(lambda _: self._notify())
+        return pending
 
-    def _fetch_on_thread(
-        self, prefix: PromptKey, deadline: Deadline
-    ) -> tuple[TransferRecord, FetchedRecord]:
+    def _fetch_on_thread(self, pending: PendingPrefill) -> Failure | None:
         try:
-            return self._fetch(prefix, deadline)
-        except (TransferError, TransferRejected):
-            raise
+            for part in self._fetch(pending.prefix, pending.deadline):
+                pending.deliver(part)
+                self._notify()
+        except (TransferError, TransferRejected) as error:
+            return _without_frames(error)
         except Exception as error:  # a fault of the transfer must not end the request
             log.exception("remote prefill failed")
-            raise TransferError("internal", repr(error)) from error
+            return TransferError("internal", repr(error))
+        return None
 
     def _advance(self, pending: PendingPrefill, may_begin: bool) -> bool:
-        """Imports a record that has arrived; returns True once the transfer is over.
+        """Imports the parts that have arrived; returns True once the transfer is over.
 
-        A record waits while earlier ones hold the pages or snapshots that it requires. They are
+        A first part waits while earlier ones hold the pages or snapshots that it requires. They are
         released when requests before this one receive slots.
 
         Raises:
           TransferError, TransferRejected: It has failed.
         """
-        if pending.job is not None:
-            if pending.job.failed is not None:
-                raise TransferError(pending.job.failed, "the import was cancelled")
-            return pending.job.is_done
-        if pending.result.done():
-            record, pending.fetched = pending.result.result()
-            if may_begin:
-                pending.job = self._begin(record)
-            return pending.job is not None and pending.job.is_done
-        if time.monotonic() > pending.expires:
+        if pending.job is not None and pending.job.failed is not None:
+            raise TransferError(pending.job.failed, "the import was cancelled")
+        is_fetched = pending.result.done()  # before the look at its parts
+        while (record := pending.next_record) is not None:
+            if pending.job is not None:
+                self._transfer.extend_import(pending.job, record)
+            elif may_begin:
+                pending.job = self._begin(record, pending.prefix)
+            if pending.job is None:
+                return False
+            pending.pop()
+        if is_fetched and (failure := pending.result.result()) is not None:
+            raise failure
+        if not is_fetched and time.monotonic() > pending.expires:
             raise TransferError(TIMEOUT, "the prefill server did not answer in time")
-        return False
+        return pending.job is not None and pending.job.is_done
 
-    def _begin(self, record: TransferRecord) -> ImportJob | None:
+    def _begin(self, record: TransferRecord, prefix: PromptKey) -> ImportJob | None:
         """Begins an import; returns None while it has no room because of earlier ones."""
         try:
-            return self._transfer.begin_import(record, holds=True)
+            num_pages = self._transfer.max_pages(len(prefix.tokens))
+            return self._transfer.begin_import(record, holds=True, num_pages=num_pages)
         except TransferRejected as error:
             if error.reason in LACK_OF_ROOM and self._transfer.is_holding:
                 return None
@@ -215,14 +254,15 @@ class RemotePrefill:
     def _end(self, pending: PendingPrefill) -> None:
         """Removes a transfer, and releases the memory of its record, now or when it arrives."""
         del self._pending[pending.prefix.key]
-        if pending.fetched is not None:
-            pending.fetched.release()
-        elif not pending.result.done() or not pending.result.exception():
+        if not pending.result.done():
             pending.deadline.cancel()
             pending.result.cancel()
-            pending.result.add_done_callback(_release)
+        pending.release()
 
 
-def _release(result: Future[tuple[TransferRecord, FetchedRecord]]) -> None:
-    if not result.cancelled() and result.exception() is None:
-        result.result()[1].release()
+def _without_frames(error: Failure) -> Failure:
+    """Returns an error without its frames: those hold records and the transfer, which holds the
+    error, so that the memory would stay until the next garbage collection.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import Request
@@ -17,7 +20,7 @@ from shared.engine.request import InvalidRequestError, SamplingParams
 from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.routes import json_response
-from shared.server.api.transport import read_json, watch_client
+from shared.server.api.transport import EventStream, read_json, watch_client
 from shared.server.completions.generation import submission_errors
 from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.engine_link.engine_client import EngineClient
@@ -66,17 +69,23 @@ class KVTransferRoutes:
         self._client, self._metrics, self._work = client, metrics, work
 
     async def transfer(self, request: Request) -> Response:
-        """POST /kv_transfer: prefills a prompt; responds with a ticket for its KV cache."""
+        """POST /kv_transfer: prefills a prompt; responds with tickets for its KV cache.
+
+        There is a line of JSON for each part. An error after the first one ends the response.
+        """
         self._check_secret(request)
         sent = await read_json(request)
         prompt = await self._work.do(len(sent), self._read, sent)
         with submission_errors():
             submission = self._client.submit_transfer(prompt, TokenTimes(self._metrics))
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(submission.close)
             with watch_client(submission, request.receive):
-                return json_response(await _ticket(submission))
-        finally:
-            submission.close()
+                first = await _ticket(submission)
+            if first["header"]["is_last"]:
+                return json_response(first)
+            ends.pop_all()  # the stream closes it
+        return EventStream(submission, _lines(submission, first), "application/x-ndjson")
 
     def _check_secret(self, request: Request) -> None:
         secret = self._client.facts.transfer_secret
@@ -97,7 +106,16 @@ class KVTransferRoutes:
         return SubmittedPrompt(body.tokens, sampling, [0], body.tenant, 0, images)
 
 
-async def _ticket(submission: Submission) -> dict:
+async def _lines(submission: Submission, ticket: dict[str, Any]) -> AsyncIterator[bytes]:
+    """Yields tickets up to the last one; an error ends them before."""
+    yield json.dumps(ticket).encode() + b"\n"
+    with contextlib.suppress(ApiError):
+        while not ticket["header"]["is_last"]:
+            ticket = await _ticket(submission)
+            yield json.dumps(ticket).encode() + b"\n"
+
+
+async def _ticket(submission: Submission) -> dict[str, Any]:
     try:
         return await submission.ticket()
     except NoRecordError as error:

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.server.api.connection import LINGER_S
-from shared.server.completions.generation import Generation
 from shared.server.engine_link.engine_errors import ClientLeft
 from shared.server.protocol.errors import ApiError
 
@@ -25,6 +24,14 @@ class ClientWork(Protocol):
 
     def client_left(self) -> None:
         """Ends the work because the client disconnected."""
+        ...
+
+
+class StreamedWork(ClientWork, Protocol):
+    """Work with a streamed response."""
+
+    def close(self) -> None:
+        """Ends the work with the response."""
         ...
 
 
@@ -95,24 +102,28 @@ async def _drop_rest(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events of a generation; the first event is computed before the status is sent."""
+    """Events of some work, by default server-sent events of a generation; the first event is
+    computed before the status is sent.
+    """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        work: StreamedWork,
+        events: AsyncIterator[bytes],
+        media_type: str = "text/event-stream",
+    ) -> None:
+        super().__init__(media_type=media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._generation = generation
-        self._events = events
+        self._work, self._events = work, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends events until the generation ends or the client disconnects."""
+        """Sends events until the work ends or the client disconnects."""
         try:
-            with watch_client(self._generation, receive), contextlib.suppress(ClientLeft):
+            with watch_client(self._work, receive), contextlib.suppress(ClientLeft):
                 await self._send_all(send)
         finally:
-            self._generation.close()
+            self._work.close()
 
     async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

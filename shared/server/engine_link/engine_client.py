@@ -319,9 +319,12 @@ class EngineClient:
     def _take_ticket(
         self, request_id: int, ticket: Ticket | None, reason: str, message: str
     ) -> None:
-        submission = self._submissions.pop(request_id, None)
-        if submission:
-            submission.put(NoRecordError(reason, message) if ticket is None else ticket)
+        submission = self._submissions.get(request_id)
+        if submission is None:  # aborted while the message was in flight
+            return
+        if ticket is None or ticket["header"]["is_last"]:
+            del self._submissions[request_id]
+        submission.put(NoRecordError(reason, message) if ticket is None else ticket)
 
     def _take_reply(
         self, ticket: int, held: dict[str, Any], reason: str | None, field: str | None

@@ -81,7 +81,7 @@ class Submission:
         return self._ids.index(event.request_id), event
 
     async def ticket(self) -> Ticket:
-        """Returns the ticket of `EngineClient.submit_transfer`.
+        """Returns the next ticket of `EngineClient.submit_transfer`; the last one is marked.
 
         Raises:
           EngineLost, RequestRejected, NoRecordError, ClientLeft: There will be none.
