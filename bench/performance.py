@@ -10,7 +10,8 @@ from bench.common.markdown import wrapped
 from bench.pages import host, tables
 from bench.pages.chart import svg
 from bench.pages.results import Found, Subject, measured, subjects_of
-from bench.pages.summary import rows_of, slower, speed
+from bench.pages.side_by_side import side_by_side, slower
+from bench.pages.summary import rows_of, speed
 from bench.quality.accuracy_table import insert
 
 ROOT = Path(__file__).parents[1]
@@ -20,8 +21,8 @@ MADE = "<!-- Written by `python -m bench.performance`; a test compares. -->"
 
 SUMMARY = """# Performance
 
-Tandem decodes faster than vLLM and SGLang in most measured settings on one H200; the table names
-the settings, and the sentence below it every cell in which another engine is faster."""
+Tandem decodes faster than SGLang in most measured settings on H200; the first table names the
+settings, and the sentence below it every cell in which SGLang is faster."""
 
 READING = """## Reading the tables
 
@@ -40,10 +41,15 @@ READING = """## Reading the tables
 
 PEERS = """## Other engines
 
-vLLM 0.26.0 and SGLang 0.5.17 ran once on an H200 with the same models, prompts and batch sizes.
-Their commands were not recorded. Their acceptance lengths were set to 3.0 (EAGLE-3), 6.4 (DFLASH),
-2.9 (NGRAM) and 3.4 (NEXTN); a longer one makes a step slightly longer. Measure your own with
-`python -m bench.serving`, which works with any OpenAI-compatible server."""
+SGLang 0.5.17 and both backends ran in one call on one card, with different prompts per request. All
+had prompts of 512 tokens, outputs of 192, dummy weights and simulated acceptance. They are single
+runs, and their commands were not recorded. SGLang's steps of qwen3.5-35b-a3b-fp8 with NEXTN at
+batch 1 wait for its host, so they have no ratio.
+
+vLLM 0.26.0 ran with equal prompts in all requests. Equal rows make GEMMs about 20 % faster and let
+n-grams match, so these columns only show an order of magnitude and are in no comparison. Its
+acceptance lengths were set to 3.0 (EAGLE-3), 6.4 (DFLASH), 2.9 (NGRAM) and 3.4 (NEXTN). Measure
+your own with `python -m bench.serving`, which works with any OpenAI-compatible server."""
 
 PAGES = """## More measurements
 
@@ -144,7 +150,7 @@ def _main_page(found: Found, dense: Sequence[Subject]) -> list[str]:
     head = [SUMMARY, wrapped(measured(lines, cards)), speed(found, in_readme=False), slower(found)]
     chart = f"![Milliseconds per decode step by engine, batch size and method]({CHART})"
     steps = _chapters(dense, lambda subject: tables.greedy_steps(found, subject))
-    return [*head, chart, PAGES, READING, PEERS, *steps]
+    return [*head, chart, PAGES, READING, PEERS, *side_by_side(found), *steps]
 
 
 def _decode(found: Found, dense: Sequence[Subject]) -> list[str]:

@@ -106,15 +106,30 @@ class Found:
         own = {name: list(map(read, _paths(patterns))) for name, patterns in PATTERNS.items()}
         return cls(**own, peers=peers)
 
-    def peers_of(self, subject: Subject) -> Peers:
-        """Returns the steps of other engines for a model on a card."""
+    def peers_of(
+        self, subject: Subject, gpus: int = 1, *, with_equal_prompts: bool = True
+    ) -> Peers:
+        """Returns the steps of other engines for a model on a number of GPUs of a card.
+
+        Files with equal prompts in all requests are optional; their title states it.
+        """
+        files = [file for file in self.peers if with_equal_prompts or not has_equal_prompts(file)]
         return {
-            f"{file['engine']} {file['version']}": {
-                (line["drafts"], line["batch"]): line["ms"] for line in file["lines"]
-            }
-            for file in self.peers
-            if (file["model"], file["device"]) == subject
+            engine_of(file): {(line["drafts"], line["batch"]): line["ms"] for line in file["lines"]}
+            for file in files
+            if (file["model"], file["device"], file.get("gpus", 1)) == (*subject, gpus)
         }
+
+
+def has_equal_prompts(file: File) -> bool:
+    """Returns whether all requests had one prompt, which makes GEMMs faster and n-grams repeat."""
+    return file.get("prompts") == "equal"
+
+
+def engine_of(file: File) -> str:
+    """Returns name and version of the engine of a file, with equal prompts if it had them."""
+    suffix = ", equal prompts" if has_equal_prompts(file) else ""
+    return f"{file['engine']} {file['version']}{suffix}"
 
 
 def _paths(patterns: Iterable[str]) -> list[Path]:

@@ -1,6 +1,6 @@
-"""The summary: one row per model and drafting method, next to vLLM and SGLang."""
+"""The summary: one row per model and drafting method, next to other engines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,9 +47,9 @@ ROWS = (
     Asked("qwen3-8b-fp8", H200, 1, "none", "none", in_readme=False),
     Asked("qwen3-8b-fp8 --fp8-activations", H100, 1, "none", "none"),
     Asked("qwen3.5-35b-a3b", H200, 1, "none", "none", in_readme=False),
-    Asked("qwen3.5-35b-a3b-fp8", H200, 1, "none", "none"),
+    Asked("qwen3.5-35b-a3b-fp8", H200, 1, "none", "none", "none"),
     Asked("qwen3.5-35b-a3b-fp8", H100, 1, "NEXTN S=3", "NEXTN S=3", in_readme=False),
-    Asked("qwen3-8b", H200, 2, "none", "none", in_readme=False),
+    Asked("qwen3-8b", H200, 2, "none", "none", "none", in_readme=False),
     Asked("qwen3-32b", H200, 4, "none", "none", in_readme=False),
     Asked("qwen3-32b", H200, 4, "EAGLE3 S=3", "EAGLE3 S=3"),
     Asked("qwen3.5-122b-a10b-fp8", H200, 4, "none", "none", in_readme=False),
@@ -75,15 +75,8 @@ class Row:
     @property
     def title(self) -> str:
         """Model, drafting method and GPUs in a few words."""
-        return f"{self.asked.model}, {self.asked.name}"
-
-    def slower(self) -> Iterator[tuple[str, int]]:
-        """Yields backend and batch of each step that takes longer than another engine's."""
-        for side, lines in self.own.items():
-            for batch, line in lines.items():
-                others = [known[batch] for known in self.peers.values() if batch in known]
-                if any(other < line["ms"] for other in others):
-                    yield side, batch
+        gpus = f", {self.asked.gpus} GPUs" if self.asked.gpus > 1 else ""
+        return f"{self.asked.model}, {self.asked.name}{gpus}"
 
 
 def rows_of(found: Found) -> list[Row]:
@@ -99,7 +92,7 @@ def _row(found: Found, asked: Asked) -> Row:
     own = {side: _newest([line for line in lines if line["backend"] == side]) for side in SIDES}
     peers = {
         name: {batch: ms for (drafts, batch), ms in known.items() if drafts == asked.peers}
-        for name, known in found.peers_of(subject).items()
+        for name, known in found.peers_of(subject, asked.gpus, with_equal_prompts=False).items()
     }
     return Row(asked, own, peers if asked.peers else {})
 
@@ -151,31 +144,3 @@ def speed(found: Found, *, in_readme: bool) -> str:
 
 def _joined(numbers: Sequence[str]) -> str:
     return MISSING if set(numbers) == {MISSING} else " / ".join(numbers)
-
-
-def slower(found: Found) -> str:
-    """Returns the sentence that names the cells in which another engine is faster."""
-    rows = [row for row in rows_of(found) if row.peers]
-    count = sum(_compared(row) for row in rows)
-    cells = [(row, dict[int, list[str]]()) for row in rows]
-    for row, by_batch in cells:
-        for side, batch in row.slower():
-            by_batch.setdefault(batch, []).append(side)
-    slow = sum(len(sides) for _, found in cells for sides in found.values())
-    parts = [
-        f"{row.title}, batch {batch} ({' and '.join(sides)})"
-        for row, found in cells
-        for batch, sides in sorted(found.items())
-    ]
-    if not parts:
-        return f"Tandem is faster in all {count} cells that were measured with another engine."
-    return markdown.wrapped(
-        f"Another engine is faster in {slow} of {count} cells: {'; '.join(parts)}. "
-        f"No draft is accepted in cells with {NONE_ACCEPTED}."
-    )
-
-
-def _compared(row: Row) -> int:
-    """Counts the cells of a row that another engine was measured for."""
-    known = {batch for peers in row.peers.values() for batch in peers}
-    return sum(batch in known for lines in row.own.values() for batch in lines)

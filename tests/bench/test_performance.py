@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import performance
-from bench.pages import host, results, summary, tables
+from bench.pages import host, results, side_by_side, summary, tables
 from bench.pages.results import Found, Subject
 
 DOCS, README = performance.DOCS, performance.README
@@ -56,7 +56,7 @@ def test_pages_and_chart_equal_generator_output() -> None:
 
 def _readme_blocks(found: Found) -> list[tuple[str, str]]:
     table = summary.speed(found, in_readme=True)
-    return [("speed", table), ("slower", summary.slower(found))]
+    return [("speed", table), ("slower", side_by_side.slower(found))]
 
 
 def test_readme_blocks_equal_generator_output() -> None:
@@ -201,16 +201,37 @@ def test_host_table_shows_share_of_step() -> None:
     assert row == "| adaptive | on | 32 | 412 | 6.0 | 6.9% |"
 
 
-def test_summary_names_exactly_slower_cells() -> None:
-    own = file(line("torch", 4.0), line("jax", 6.0), line("torch", 4.0, batch=1))
-    found = Found(decode=[own], peers=[peer("vLLM", 5.0), peer("SGLang", 7.0)])
-    assert summary.slower(found).startswith(
-        "Another engine is faster in 1 of 2 cells: qwen3-8b, none, batch 8 (jax)."
+def beside(ms: float, torch: float, jax: float, **other: Any) -> dict[str, Any]:
+    """A peer file with one line that was measured next to both backends."""
+    given = peer("SGLang", ms) | {"gpus": 1, "revision": "abc1234", "date": "2026-11-26"}
+    given["lines"] = [given["lines"][0] | {"own": {"torch": torch, "jax": jax}} | other]
+    return given
+
+
+def test_slower_names_exactly_cells_measured_together() -> None:
+    found = Found(peers=[beside(5.0, 4.0, 6.0), peer("vLLM", 1.0)])
+    assert " ".join(side_by_side.slower(found).split()).startswith(
+        "Measured in one call, another engine is faster in 1 of 2 cells: "
+        "qwen3-8b, none, batch 8 (jax)."
     )
-    faster = Found(decode=[own], peers=[peer("vLLM", 6.5)])
-    assert "faster in all 2 cells" in summary.slower(faster)
+    assert "faster in all 2 cells" in side_by_side.slower(Found(peers=[beside(7.0, 4.0, 6.0)]))
+
+
+def test_side_by_side_omits_ratio_of_waiting_host() -> None:
+    rows = rows_of(side_by_side.side_by_side(Found(peers=[beside(5.0, 4.0, 8.0)])))
+    assert rows == ["| qwen3-8b, none | 8 | 5.00 | 4.00 | 8.00 | 1.25 | 0.62 |"]
+    waiting = Found(peers=[beside(5.0, 4.0, 8.0, note="waits")])
+    assert rows_of(side_by_side.side_by_side(waiting))[0].endswith("| 8.00 | - | - |")
+    assert "all 0 cells" in side_by_side.slower(waiting)
+
+
+def test_summary_has_no_engine_with_equal_prompts() -> None:
+    own = file(line("torch", 4.0), line("jax", 6.0), line("torch", 4.0, batch=1))
+    peers = [peer("vLLM", 5.0) | {"prompts": "equal"}, peer("SGLang", 7.0)]
+    found = Found(decode=[own], peers=peers)
     (row,) = rows_of([summary.speed(found, in_readme=True)])
-    assert row.endswith("| none | 4.00 / 4.00 / - | - / 6.00 / - | - / 5 / - | - / 7 / - |")
+    assert row.endswith("| none | 4.00 / 4.00 / - | - / 6.00 / - | - / 7 / - |")
+    assert "| vLLM 1, equal prompts |" in "".join(tables.greedy_steps(found, SUBJECT))
 
 
 def test_summary_prefers_simulated_acceptance_and_marks_its_absence() -> None:
