@@ -38,7 +38,12 @@ def literal(text: str) -> str:
 
 def schema_rule(name: str, schema: dict[str, Any]) -> str:
     """Returns a rule of JSON that matches a schema, with the separators of calls."""
-    return f"{name}: %json {json.dumps(with_settings(schema, _OF_CALLS))}"
+    return f"{name}: {json_body(schema)}"
+
+
+def json_body(schema: dict[str, Any]) -> str:
+    """Returns the body of `schema_rule`."""
+    return f"%json {json.dumps(with_settings(schema, _OF_CALLS))}"
 
 
 def serialized(grammars: Sequence[dict[str, Any]]) -> str:

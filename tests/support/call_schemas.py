@@ -53,7 +53,20 @@ CHAIN = {
         "word": {"enum": ["x", "y z", 3, None]},
     },
 }
+BOUNDS = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "integer", "minimum": 1, "maximum": 31},
+        "late": {"type": ["integer", "null"], "exclusiveMinimum": 2},
+        "low": {"type": "integer", "maximum": -4},
+        "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1.5},
+        "tens": {"type": "array", "items": {"type": "integer", "multipleOf": 10, "minimum": 0}},
+    },
+    "required": ["day", "late", "low", "share"],
+    "additionalProperties": False,
+}
 SCHEMAS = {
+    "bounds": BOUNDS,
     "nested": Trip.model_json_schema(),
     "definitions": OLD,
     "recursive": Node.model_json_schema(),

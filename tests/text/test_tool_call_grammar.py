@@ -225,6 +225,28 @@ def test_qwen3_coder_json_allows_only_template_white_space():
     assert not follows(compiled, elements(a="[1,\n2]"))
 
 
+@pytest.mark.parametrize("style", ["gemma4", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"minimum": 3, "maximum": 12}, ("3", "12"), ("2", "13", "-3", "3.0", " 3", "03")),
+        ({"minimum": 3}, ("3", "9" * 18), ("2", "9" * 19)),
+        ({"exclusiveMaximum": 3}, ("2", "-" + "9" * 18), ("3", "-" + "9" * 19)),
+        ({"multipleOf": 5}, ("0", "15"), ("3", "14")),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1.5}, ("0.5", "1.5"), ("0", "1.51")),
+    ],
+)
+def test_literal_grammar_bounds_numbers(
+    style: str, schema: dict[str, Any], right: tuple[str, ...], wrong: tuple[str, ...]
+) -> None:
+    compiled = forced(style, {"properties": {"a": {"type": "integer"} | schema}, "required": ["a"]})
+    whole = {"gemma4": "<|tool_call>call:f{a:NUMBER}<tool_call|>", "pythonic": "[f(a=NUMBER)]"}
+    for text in right:
+        assert follows(compiled, whole[style].replace("NUMBER", text)), text
+    for text in wrong:
+        assert not follows(compiled, whole[style].replace("NUMBER", text)), text
+
+
 def test_tool_call_parser_preserves_numbers_beyond_float64():
     schema = {"properties": {"a": {"type": "object"}, "b": {"type": "number"}}}
     parser = new_parser(

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.text.grammar_source import InvalidGrammarError, literal
+from shared.text.grammar_source import InvalidGrammarError, json_body, literal
 from shared.text.json_schema_refs import NOTES, resolve_ref
 
 MAX_DEPTH = 32
 _COMMON = {"type", "$defs", "definitions", *NOTES}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _KEYWORDS = {
+    "integer": _BOUNDS,
+    "number": _BOUNDS,
     "array": {"items"},
     "object": {"properties", "required", "additionalProperties"},
 }
@@ -20,6 +23,8 @@ _KEYWORDS = {
 _INTEGER = r"/-?(0|[1-9][0-9]{0,17})/"
 _NUMBER = r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?/"
 """Numbers within float64, because a parser converts them."""
+_LARGEST = 10**18 - 1
+"""Largest magnitude of a number with a bound on one side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,10 @@ class LiteralRules:
             "boolean": f"{self._constant(True)} | {self._constant(False)}",
             "null": self._constant(None),
         }
+        if bounds := _BOUNDS & _KEYWORDS.get(kind, set()) & schema.keys():
+            limits = {"minimum": -_LARGEST, "maximum": _LARGEST}
+            limits |= {key: schema[key] for key in sorted(bounds)}
+            return self._add(json_body({"type": kind, **limits}))
         if kind in simple:
             return simple[kind]
         separator = literal(self.notation.separator)
