@@ -4,7 +4,7 @@ Files are read when they are first needed, so that the checks run in the order o
 `shared.process.model_check`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -36,6 +36,11 @@ from shared.text.tokenizer_files import TokenizerFiles
 
 class WeightSource(Protocol):
     """Interface of an opened checkpoint, such as `shared.models.checkpoint.Checkpoint`."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors, without prefix."""
+        ...
 
     def has_mtp(self, config: ModelConfig) -> bool:
         """Returns True if the files contain an MTP layer that the config names."""

@@ -10,6 +10,7 @@ from rich.table import Table
 from shared.drafts.aux_hidden_states import ambiguities
 from shared.drafts.config_formats import read_raw_config
 from shared.models.active_parameters import active_numbers
+from shared.models.formats import fp8
 from shared.models.parameters import parameters
 from shared.models.sampling import unapplied
 from shared.options.options import Options
@@ -50,6 +51,7 @@ def start_notes(start: ValidatedStartup) -> Iterator[str]:
     yield from options.reasons
     if options.model.chat_template is not None:
         yield f"chat template: {options.model.chat_template}"
+    yield from kv_scale_notes(start)
     yield from tokenizer_notes(target.folder.path)
     yield from head_notes(options, start.opened.draft)
     yield from rank_notes(memory)
@@ -60,6 +62,15 @@ def start_notes(start: ValidatedStartup) -> Iterator[str]:
         yield (
             "warning: acceptance is simulated (--speculative-simulate-accept-length "
             f"{simulated}); outputs are meaningless"
+        )
+
+
+def kv_scale_notes(start: ValidatedStartup) -> Iterator[str]:
+    """Yields a note if the checkpoint has scales of an FP8 KV cache."""
+    if any(name.endswith(fp8.OF_KV) for name in start.opened.checkpoint.names):
+        yield (
+            "the scales of an FP8 KV cache in the checkpoint are ignored: "
+            f"the KV cache is {start.memory.settled.dtype}"
         )
 
 

@@ -10,8 +10,9 @@ from shared.options.command_line import parse
 from shared.process.opened_models import DraftFolder, OpenedDraft, OpenedTarget
 from shared.process.start import prepare
 from shared.process.startup_report import head_notes, start_notes, tokenizer_notes
+from tests.support.fp8_files import LAYOUTS, write_fp8
 from tests.support.serve_reference import PLATFORM
-from tests.support.tiny_models import write_tiny
+from tests.support.tiny_models import tiny_config, write_tiny
 
 
 def test_tokenizer_notes_report_unread_tokenizer(tmp_path: Path):
@@ -61,6 +62,22 @@ def test_start_notes_report_ignored_generation_fields(tmp_path: Path):
     assert "top_k 20" in applied
     assert "also sets no_repeat_ngram_size, suppress_tokens, which" in others
     assert not notes_of(tmp_path, "--sampling-defaults", "openai")
+
+
+def test_start_notes_report_ignored_kv_scales(tmp_path: Path):
+    stated = tiny_config("nemotron_h", nested=False, with_mtp=False, tied=False)
+    for layout, notes in (
+        ("compressed-tensors, tensor", []),
+        (
+            "ModelOpt",
+            [
+                "the scales of an FP8 KV cache in the checkpoint are ignored: the KV cache is "
+                "float32"
+            ],
+        ),
+    ):
+        write_fp8(tmp_path / layout, stated, LAYOUTS[layout])
+        assert notes_of(tmp_path / layout, "--dtype", "float32") == notes
 
 
 def test_start_notes_report_untied_lm_head(tmp_path: Path):
