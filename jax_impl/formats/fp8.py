@@ -24,6 +24,7 @@ from shared.models.formats.fp8_w8a16 import (
     SCALE_FACTOR,
     packed_scales,
     shape_of_words,
+    shares_of,
 )
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
@@ -52,9 +53,11 @@ def in_order(codes: UInt8[jax.Array, "*stack N K"]) -> Float8e4m3fn[jax.Array, "
 def dequantized_words(planes: Planes) -> Float[jax.Array, "*layers outputs inputs"]:
     """Returns packed values times scales, rounded to bfloat16."""
     words, scales = planes[VALUES], planes[SCALES].astype(jnp.float32) * (1 / SCALE_FACTOR)
-    if scales.shape[-2] != words.shape[-2]:  # block scales
-        scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
-        scales = scales[..., : words.shape[-2], :]
+    layout = shares_of(words.shape, scales.shape)
+    if layout.outputs > 1:
+        scales = jnp.repeat(scales, FP8_BLOCK, axis=-2)
+    if layout.scales_in > 1:
+        scales = jnp.repeat(scales, FP8_BLOCK, axis=-1)
     codes = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
     *stack, count = words.shape
     blocks = codes.reshape(*stack, -1, FP8_BLOCK // 4, 4)
@@ -71,12 +74,24 @@ def dequantized_values(planes: Planes) -> Float32[jax.Array, "*layers outputs in
 
 
 def dummy_words(parameter: Parameter, format: FP8W8A16, device: jax.Device) -> Planes:
-    """Generates packed values and their scales."""
-    scales = packed_scales(code_scales(parameter, format.granularity)).astype(jnp.bfloat16)
-    return {
-        VALUES: word_array(parameter, codes, 4, FP8_BLOCK, device),
-        SCALES: jax.device_put(scales, device),
-    }
+    """Generates packed values and their scales; fills the last block layer by layer."""
+    scales_of = scales_of_outputs if format.by_output else code_scales
+    scales = packed_scales(scales_of(parameter, format.granularity)).astype(format.scale_dtype)
+    block = 4 if format.padding else FP8_BLOCK
+    words = word_array(parameter, codes, 4, block, device)
+    values = _packed_layers(words, format.padding) if format.padding else words
+    return {VALUES: values, SCALES: jax.device_put(scales, device)}
+
+
+@partial(jax.jit, static_argnums=1)
+def _packed_layers(
+    words: Int32[jax.Array, "L *stack N words"], padding: int
+) -> Int32[jax.Array, "L *stack N blocks"]:
+    def pack(layer: Int32[jax.Array, "*stack N words"]) -> Int32[jax.Array, "*stack N blocks"]:
+        values = lax.bitcast_convert_type(layer, jnp.uint8).reshape(*layer.shape[:-1], -1)
+        return packed(jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, padding)]))
+
+    return lax.map(pack, words)
 
 
 def dummy_values(parameter: Parameter, format: FP8W8A8, device: jax.Device) -> Planes:

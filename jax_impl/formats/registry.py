@@ -50,7 +50,7 @@ def dequantized(
     """Returns the numbers of a weight."""
     ops = FORMATS.get(type(format))
     found = planes[VALUES] if ops is None else ops.dequantized(planes)
-    return found[..., : format.inputs] if isinstance(format, MXFP4W4A16) else found
+    return found[..., : -format.padding] if format.padding else found
 
 
 def read(

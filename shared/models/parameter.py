@@ -67,11 +67,11 @@ class CheckpointTensor:
 
     def every(self, share: int) -> CheckpointTensor:
         """Returns the slice of an array with one entry per `share` entries along the axis, such as
-        scales; the last entry of a range may be for fewer.
+        scales.
         """
         if self.ranges is None:
             return self
-        return replace(self, ranges=tuple((a // share, -(-b // share)) for a, b in self.ranges))
+        return replace(self, ranges=tuple((a // share, b // share) for a, b in self.ranges))
 
     def index(self, run: tuple[int, int]) -> tuple[slice, ...]:
         """Returns the index of a range in the tensor."""

@@ -42,6 +42,7 @@ SMALL = {
     "sigmoids in groups": Case(7, 64, 32, routing(12, 4, **GROUPS, **SIGMOID), is_biased=True),
     "FP8": Case(4, 128, 128, routing(5, 2, **GATED), quantized="FP8"),
     "FP8 by channels": Case(3, 256, 128, routing(3, 1), quantized="FP8 by channels"),
+    "FP8, float32 scales": Case(3, 256, 128, routing(3, 1), quantized="FP8 by channels in float32"),
     "AWQ": Case(2, 256, 256, routing(3, 1), quantized="AWQ"),
     "MXFP4": Case(2, 256, 256, routing(3, 1), quantized="MXFP4"),
     "biases, clamped": Case(
@@ -65,6 +66,12 @@ LARGE = {
     "of 512": Case(40, 2048, 512, routing(20, 8, **GATED)),
     "of 768, FP8": Case(150, 2048, 768, routing(12, 8), quantized="FP8"),
     "of 768, INT4": Case(150, 2048, 768, routing(12, 8), quantized="INT4"),
+    "of 1856, FP8": Case(
+        40, 2688, 1856, routing(12, 6), activation=Activation(RELU2), quantized="FP8"
+    ),
+    "of 1856, FP8, float32 scales": Case(
+        40, 2688, 1856, routing(12, 6), "FP8 by channels in float32", activation=Activation(RELU2)
+    ),
     "of 2880, MXFP4": Case(40, 2880, 2880, routing(12, 4), quantized="MXFP4"),
     "of 768": Case(150, 2048, 768, routing(12, 8)),
 }
@@ -73,6 +80,9 @@ BITS = {
         2, 64, 32, routing(4, 2, output_factor=0.22), activation=Activation(RELU2), is_latent=True
     ),
     "softmax": Case(2, 64, 32, routing(4, 2, **GATED)),
+    "partial blocks, float32 scales": Case(
+        2, 160, 144, routing(3, 1), quantized="FP8 by channels in float32"
+    ),
     "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), quantized="FP8"),
 }
 """Interpreted, a program that fuses nothing is compiled for seconds."""
@@ -94,7 +104,16 @@ def check_same(language: str, one: Found, other: Found) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-PADDED = {"MXFP4, rows without the last inputs": Case(3, 160, 96, routing(3, 1), quantized="MXFP4")}
+PADDED = {
+    "MXFP4, rows without the last inputs": Case(3, 160, 96, routing(3, 1), quantized="MXFP4"),
+    "FP8, partial blocks": Case(3, 160, 208, routing(3, 1), quantized="FP8"),
+    "FP8, partial blocks, no gate": Case(
+        3, 192, 208, routing(3, 1), activation=Activation(RELU2), quantized="FP8"
+    ),
+    "FP8, partial blocks, float32 scales": Case(
+        2, 160, 208, routing(3, 1), quantized="FP8 by channels in float32"
+    ),
+}
 """Weights with a last block that rows do not fill."""
 WAYS = [(name, grouped) for name in CASES | PADDED for grouped in (False, True)]
 # Of Pallas: routers of both kinds, rows over, and weights in FP8, each in one way; a test below
@@ -105,6 +124,7 @@ COMPILED = [
     ("sigmoids in groups", True),
     ("biases, clamped", False),
     ("FP8", False),
+    ("FP8, partial blocks", True),
 ]
 
 
@@ -167,11 +187,14 @@ def test_experts_row_bits_independent_of_batch_and_tiles(name: str, language: st
 
 @pytest.mark.parametrize(
     ("language", "name"),
-    in_languages([name for name, case in CASES.items() if case.is_packed], ["FP8"]),
+    in_languages(
+        [name for name, case in (CASES | PADDED).items() if case.is_packed],
+        ["FP8", "FP8, partial blocks, float32 scales"],
+    ),
 )
 def test_experts_packed_weights_dequantised_bitwise_equal(name: str, language: str) -> None:
     """Interpreted, a sum is rounded once a step, and the steps are as long."""
-    case = CASES[name]
+    case = (CASES | PADDED)[name]
     block = block_of(case)
     wide = {"gate_up": block.gate_up.astype(HALF), "down": block.down.astype(HALF)}
     wide |= {"gate_up_scales": None, "down_scales": None}

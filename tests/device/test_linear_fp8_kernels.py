@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kernels.tiles import Tiles
-from shared.models.formats import fp8, fp8_w8a16
+from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK, FP8W8A16
+from shared.models.formats.weight_format import SCALES, VALUES
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, in_languages
 from tests.support.linear_kernels import (
     KINDS,
@@ -24,6 +25,7 @@ from tests.support.linear_kernels import (
     in_bfloat16,
     tiles,
 )
+from tests.support.weight_formats import w8a16_matrix
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
@@ -33,7 +35,7 @@ each_kind = pytest.mark.parametrize(("kind", "granularity"), SCALED)
 each_language = pytest.mark.parametrize("language", KERNELS)
 
 SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
-SIZES += [{"R": 3, "K": 128, "N": 160}]  # the last block of scales is for 32 or 64 outputs
+SIZES += [{"R": 3, "K": 128, "N": 160}]  # no whole blocks: scales per output
 
 
 # Of Pallas the sizes with two blocks of inputs, each with its scale; all kinds have Triton's bits.
@@ -104,9 +106,10 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
     codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 200, 384))
     shape = fp8.scale_shape(codes.shape, granularity)
     scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
-    words, kept = fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales)
+    matrix = w8a16_matrix(codes, scales, granularity)
+    words, kept = matrix.planes[VALUES], matrix.planes[SCALES]
     (got,) = dequantized_in_memory(language, Weights("fp8_w8a16", words, kept))
-    np.testing.assert_array_equal(got, fp8_w8a16.widened(words, kept)[1])
+    np.testing.assert_array_equal(got, matrix.format.dequantize(matrix.planes)[1])
 
 
 @pytest.mark.parametrize("change", ["described", "persistent"])

@@ -67,3 +67,6 @@ def test_packed_scales_reject_inexact_bfloat16() -> None:
         packed_scales(np.float32([0.1]))
     with pytest.raises(ValueError, match="scales must be exact in bfloat16"):
         packed_scales(np.float32([128]))
+    with pytest.raises(ValueError, match="scales must be exact in float32 and below 128"):
+        packed_scales(np.float32([128]), "float32")
+    assert packed_scales(np.float32([0.1]), "float32") == np.float32(0.1 * 2.0**120)

@@ -76,6 +76,7 @@ class Planted:
 
     label = "planted"
     item_bytes = 1
+    padding = 0
     quantizes_activations = expands_dense = False
 
     @classmethod

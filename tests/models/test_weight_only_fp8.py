@@ -139,20 +139,18 @@ def test_w8a16_formats_follow_names_blocks_and_scales(files, granularity, kept, 
     dummy = DummyCheckpoint.of_model(config, FP8Encoding(granularity))
     assert w8a16_of(dummy, parameters(config, True)) == kept
     assert not w8a16_of(DummyCheckpoint.of_model(config, None), parameters(config, True))
-    odd = write(
-        tmp_path, granularity, moe_intermediate_size=192, shared_expert_intermediate_size=192
-    )
-    assert not w8a16_of(open_checkpoint(tmp_path), parameters(odd, True))
 
 
-def test_inexact_bfloat16_scales_are_dequantized(granularity, tmp_path) -> None:
+def test_scale_dtype_of_experts_follows_scales(granularity, kept, tmp_path) -> None:
     config = write(tmp_path, granularity)
     tensors = read_stored(tmp_path / FILE)
-    name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
-    for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
+    name, changed = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}", "experts.gate_up"
+    wide = replace(kept[changed], scale_dtype="float32")
+    without = {name: format for name, format in kept.items() if name != changed}
+    for scale, want in ((0.25, kept), (0.3, kept | {changed: wide}), (128, without)):
         scales = np.full(tensors[name][1].shape, scale, np.float32)
-        write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
-        assert w8a16_of(open_checkpoint(tmp_path), parameters(config, True)).keys() == names
+        write_stored(tmp_path / FILE, tensors | {name: ("F32", scales)})
+        assert w8a16_of(open_checkpoint(tmp_path), parameters(config, True)) == want
 
 
 def test_mixed_scale_granularities_are_dequantized(tmp_path) -> None:

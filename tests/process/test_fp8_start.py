@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from shared.models.checkpoint import Checkpoint, open_checkpoint
+from shared.models.formats.fp8 import Granularity
+from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device
 from shared.process.model_check import check_model
 from shared.process.start import prepare
 from tests.support.fp8_files import LAYOUTS, write_fp8, write_widened
-from tests.support.texts import BACKENDS, texts
+from tests.support.texts import BACKENDS, packed_weights, texts
 from tests.support.tiny_models import tiny_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,6 +70,34 @@ def test_fp8_layouts_match_dequantized_model(layout, model, tmp_path) -> None:
     assert halves[0] == halves[1]
 
 
+PARTIAL = [("torch", layout, ranks) for layout in LAYOUTS for ranks in (1, 2, 4)]
+PARTIAL += [("jax", layout, 1) for layout in ("ModelOpt", "compressed-tensors, block")]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case == ("torch", "ModelOpt", 2) else pytest.mark.matrix)
+        for case in PARTIAL
+    ],
+    ids=str,
+)
+def test_packed_fp8_experts_match_dequantized_model(case, tmp_path) -> None:
+    """The experts are 208 wide, no multiple of 128, and a rank of two has 104 columns."""
+    backend, layout, ranks = case
+    sizes = {"moe_intermediate_size": 208, "moe_latent_size": 192}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    write_fp8(tmp_path / "fp8", MODELS["nemotron_h"] | sizes, LAYOUTS[layout])
+    write_widened(tmp_path / "fp8", tmp_path / "wide")
+    line = ("--dtype", "bfloat16", "--speculative-algorithm", "NEXTN", "--tp-size", str(ranks))
+    with packed_weights() as found:
+        got = texts(backend, line_of(tmp_path / "fp8", *line))
+        want = texts(backend, line_of(tmp_path / "wide", *line[:2]))
+    assert {"experts.gate_up", "experts.down", "mtp.layer.experts.down"} <= found[0].keys()
+    assert not found[-1]
+    assert got == want
+
+
 def test_quantization_fp8_requires_fp8_weights(tmp_path) -> None:
     write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS["compressed-tensors, block"])
     write_widened(tmp_path / "fp8", tmp_path / "wide")
@@ -100,14 +130,16 @@ def test_fp8_scales_read_only_when_weights_stay_fp8(
 
 
 @pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
-def test_fp8_weights_kept_only_for_whole_rank_blocks(ranks, are_whole, tmp_path) -> None:
+def test_fp8_ranks_keep_experts_with_cut_blocks(ranks, are_whole, tmp_path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512}
     write_fp8(tmp_path, MIXTURE | sizes, LAYOUTS["compressed-tensors, block"])
     platform = replace(BACKENDS["jax"](), find_device=lambda: Device("gpu", "one", 1 << 34))
     platform = replace(platform, take_devices=lambda count: None)
     start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
-    kept = {"experts.gate_up", "experts.down"} if are_whole else {"experts.down"}
-    assert start.memory.blueprint.formats.keys() == kept
+    whole = FP8W8A16(Granularity.BLOCK)
+    cut = whole if are_whole else FP8W8A16(Granularity.BLOCK, by_output=True)
+    want = {"experts.gate_up": cut, "experts.down": whole}
+    assert start.memory.blueprint.formats == want
 
 
 @pytest.mark.matrix

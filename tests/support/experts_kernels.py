@@ -19,7 +19,7 @@ from kernels.tiles import ExpertsTiles
 from shared.models.activation import Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.models.formats.plain import Plain
-from shared.models.formats.weight_format import PLAIN, WeightFormat
+from shared.models.formats.weight_format import PLAIN, SCALES, WeightFormat
 from shared.spec.layers import activated
 from shared.spec.linear import widened
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
@@ -143,7 +143,8 @@ def block_of(case: Case) -> Block:
         if case.quantized is not None:
             matrix = QUANTIZED[case.quantized](numbers)
             numbers, scales = _rounded(widened(matrix)), matrix.scales
-            scales = scales.astype(HALF) if scales.dtype == np.float32 else scales
+            plane = matrix.format.planes(shape)[SCALES]
+            scales = scales.astype(HALF) if plane.dtype == "bfloat16" else scales
             stored |= {name: matrix.values, f"{name}_scales": scales}
         else:
             stored |= {name: numbers.astype(HALF), f"{name}_scales": None}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.tiles import LinearTiles
-from shared.models.formats import four_bit, fp8, fp8_w8a16
+from shared.models.formats import four_bit, fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding, scale_shape
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
@@ -26,6 +26,7 @@ from shared.models.formats.weight_format import (
 )
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+from tests.support.weight_formats import w8a16_matrix
 
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
@@ -176,7 +177,8 @@ def as_w8a16(granularity: Granularity, outputs: int, inputs: int) -> Weights:
     scales = scales.astype(ml_dtypes.bfloat16)
     codes = fp8.apply_scales(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return Weights("fp8_w8a16", fp8_w8a16.pack(codes), fp8_w8a16.packed_scales(scales))
+    matrix = w8a16_matrix(codes, scales, granularity)
+    return Weights("fp8_w8a16", matrix.planes[VALUES], matrix.planes[SCALES])
 
 
 @lru_cache(maxsize=1)

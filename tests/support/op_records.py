@@ -10,7 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
+from shared.models.formats.fp8_w8a16 import FP8W8A16
 from shared.models.formats.plain import Plain
+from shared.models.formats.weight_format import SCALES
 from shared.spec import linear
 from shared.spec.lora import AdapterWeights, RowAdapters
 
@@ -37,6 +39,8 @@ def mapped(
         return record(again(value.a), again(value.b), scales, factors, value.parts)
     if isinstance(value, linear.Matrix):
         bias, planes = again(value.bias), {name: again(x) for name, x in value.planes.items()}
+        if isinstance(value.format, FP8W8A16) and value.format.scale_dtype == "float32":
+            planes[SCALES] = (wide or leaf)(value.planes[SCALES])
         matrix, lora = module_matrix(module), again(value.lora)
         if isinstance(value.format, Plain):  # of the dtype of the mapped values
             plain = matrix.plain(planes["values"], bias=bias)

@@ -9,10 +9,10 @@ import numpy as np
 
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy_weights import Stored
-from shared.models.formats import four_bit
+from shared.models.formats import four_bit, fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_w8a8 import FP8W8A8
-from shared.models.formats.fp8_w8a16 import FP8W8A16, pack, packed_scales
+from shared.models.formats.fp8_w8a16 import FP8W8A16, filled, pack, packed_scales
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.mxfp4 import EXPONENT_SHIFT, GROUP, MXFP4W4A16
@@ -57,9 +57,14 @@ def w8a16_matrix(
     granularity: Granularity,
     bias: np.ndarray | None = None,
 ) -> Matrix:
-    """A packed FP8 weight."""
-    planes = {VALUES: pack(codes), SCALES: packed_scales(scales)}
-    return Matrix(FP8W8A16(granularity), planes, bias)
+    """A packed FP8 weight; float32 scales stay so, and partial blocks have scales per output."""
+    outputs, inputs = codes.shape[-2:]
+    by_output = granularity is Granularity.BLOCK and outputs % fp8.BLOCK > 0
+    kind = "float32" if scales.dtype == np.float32 else "bfloat16"
+    format = FP8W8A16(granularity, by_output, kind, padding=-inputs % fp8.BLOCK)
+    kept = fp8.scales_of_outputs(scales, outputs) if by_output else scales
+    planes = {VALUES: pack(filled(codes, format.padding)), SCALES: packed_scales(kept, kind)}
+    return Matrix(format, planes, bias)
 
 
 def int4_matrix(

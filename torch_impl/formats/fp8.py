@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float, Float8e4m3fn, Float32, Int, Int32, UInt8
 from torch import Tensor
+from torch.nn import functional
 
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.fp8_encoding import (
@@ -18,6 +19,7 @@ from shared.models.formats.fp8_w8a16 import (
     FP8W8A16,
     SCALE_FACTOR,
     packed_scales,
+    shares_of,
 )
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
@@ -42,9 +44,10 @@ def in_order(codes: UInt8[Tensor, "*stack N K"]) -> Float8e4m3fn[Tensor, "*stack
 
 def dequantized_words(planes: Planes) -> Float[Tensor, "*experts outputs inputs"]:
     words, scales = planes[VALUES], planes[SCALES].float() / SCALE_FACTOR
-    if scales.shape[-2] != words.shape[-2]:  # block scales
-        scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
-        scales = scales[..., : words.shape[-2], :]
+    layout = shares_of(words.shape, scales.shape)
+    scales = scales.repeat_interleave(layout.outputs, -2)
+    if layout.scales_in > 1:
+        scales = scales.repeat_interleave(FP8_BLOCK, -1)
     blocks = words.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     codes = blocks.transpose(-1, -2).flatten(-3)
     return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
@@ -58,11 +61,18 @@ def dequantized_values(planes: Planes) -> Float32[Tensor, "*experts outputs inpu
 
 
 def dummy_words(parameter: Parameter, format: FP8W8A16, device: torch.device) -> Planes:
-    scales = torch.from_numpy(packed_scales(code_scales(parameter, format.granularity)))
-    return {
-        VALUES: word_array(parameter, codes, 4, FP8_BLOCK, device),
-        SCALES: scales.bfloat16().to(device),
-    }
+    """Generates packed values and their scales; fills the last block layer by layer."""
+    scales_of = scales_of_outputs if format.by_output else code_scales
+    scales = torch.from_numpy(packed_scales(scales_of(parameter, format.granularity)))
+    found = {SCALES: scales.to(device, getattr(torch, format.scale_dtype))}
+    if not format.padding:
+        return found | {VALUES: word_array(parameter, codes, 4, FP8_BLOCK, device)}
+    plane = format.planes(parameter.shape)[VALUES]
+    found[VALUES] = torch.empty(plane.shape, dtype=torch.int32, device=device)
+    words = word_array(parameter, codes, 4, 4, device)
+    for layer, own in zip(found[VALUES], words, strict=True):
+        layer.copy_(packed(functional.pad(own.view(torch.uint8), (0, format.padding))))
+    return found
 
 
 def dummy_values(parameter: Parameter, format: FP8W8A8, device: torch.device) -> Planes:

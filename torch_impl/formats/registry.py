@@ -46,7 +46,7 @@ SCALED: Mapping[type, Callable[[Any, Parameter, Any], Tensor]] = {
 def dequantized(format: WeightFormat, planes: Planes) -> Shaped[Tensor, "*experts outputs inputs"]:
     ops = FORMATS.get(type(format))
     found = planes[VALUES] if ops is None else ops.dequantized(planes)
-    return found[..., : format.inputs] if isinstance(format, MXFP4W4A16) else found
+    return found[..., : -format.padding] if format.padding else found
 
 
 def read(

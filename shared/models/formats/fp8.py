@@ -113,7 +113,7 @@ def place_of_scales(
     """Returns the index of the scales of a slice of a parameter.
 
     Args:
-      place: Index of the slice, which consists of blocks; see `has_blocks`.
+      place: Index of the slice, which consists of whole blocks.
       shape: Shape of the parameter.
       granularity: Block or channel.
     """
@@ -121,7 +121,7 @@ def place_of_scales(
     are_alike = granularity is Granularity.CHANNEL or len(place) < len(shape) - 1
     if are_alike or isinstance(last, int):
         return place
-    return (*outer, slice(last.start // BLOCK, -(-last.stop // BLOCK)))
+    return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
 
 
 def quantize(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
@@ -174,24 +174,9 @@ def apply_scales(
     return wide
 
 
-def has_whole_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
-    """Returns True if the shard that a rank reads of a tensor consists of whole blocks."""
-    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(BLOCK)
-    return not (is_cut or any(size % BLOCK for size in source.shape[-2:]))
-
-
-def has_blocks(source: CheckpointTensor, granularity: Granularity) -> bool:
-    """Returns True if a rank reads blocks of a tensor in order, of which the last one of a matrix
-    may have fewer outputs.
-    """
-    outputs, inputs = source.shape[-2:]
-    if len(source.shape) > 2:
-        return has_whole_blocks(source, granularity)
-    *before, (first, end) = source.ranges or ((0, outputs),)
-    are_whole = all(number % BLOCK == 0 for run in before for number in run)
-    is_one = first % BLOCK == 0 or first // BLOCK == (end - 1) // BLOCK
-    has_scales = granularity is not Granularity.BLOCK or are_whole and is_one
-    return has_scales and inputs % BLOCK == 0
+def cuts_blocks(source: CheckpointTensor) -> bool:
+    """Returns True if the outputs that a rank reads of a tensor are not whole blocks."""
+    return source.shape[-2] % BLOCK > 0 or not source.takes_whole(BLOCK)
 
 
 def kept_granularity(stored: Granularity) -> Granularity:
@@ -210,7 +195,7 @@ def taken_scales(
     """Returns the scales of a slice of a tensor.
 
     Args:
-      source: The slice, which consists of blocks; see `has_blocks`.
+      source: The slice, which consists of whole blocks.
       scales: Scales of the whole tensor, as stored.
       granularity: Granularity of the result, block or channel; not finer than the stored one.
       shape: Shape of the slice in the parameter.
@@ -218,6 +203,21 @@ def taken_scales(
     wide = expand_scales(scales, source.shape, granularity).astype(np.float32)
     share = BLOCK if granularity is Granularity.BLOCK else 1
     return slice_tensor(source.every(share), wide).reshape(scale_shape(shape, granularity))
+
+
+def taken_scales_of_outputs(
+    source: CheckpointTensor, scales: Shaped[np.ndarray, "..."], shape: tuple[int, ...]
+) -> Float32[np.ndarray, "*stack outputs scales_in"]:
+    """Returns the block scales of each output of a slice of a tensor, which may cut blocks.
+
+    Args:
+      source: The slice.
+      scales: Scales of the whole tensor, as stored.
+      shape: Shape of the slice in the parameter.
+    """
+    wide = expand_scales(scales, source.shape, Granularity.BLOCK).astype(np.float32)
+    taken = slice_tensor(source, scales_of_outputs(wide, source.shape[-2]))
+    return taken.reshape(*shape[:-1], taken.shape[-1])
 
 
 def rounded(x: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:

@@ -1,12 +1,14 @@
 """Packed FP8 (W8A16): e4m3 weights packed four to an int32, as kernels read them, with scales.
 
 The scales are per block of 128 outputs and 128 inputs, shape `[outputs / 128, inputs / 128]`, or
-per output, shape `[outputs, 1]`; the shape determines which. The last block may have fewer outputs.
-A per-tensor scale is repeated for each output. A dequantised weight is its value times its scale,
-rounded once to bfloat16.
+per output, shape `[outputs, 1]`. Block scales are repeated for each output, shape
+`[outputs, inputs / 128]`, if the outputs are not whole blocks. The shape determines which. The last
+block of inputs is filled with zeros, and its scales belong to fewer inputs. A per-tensor scale is
+repeated for each output. A dequantised weight is its value times its scale, rounded once to
+bfloat16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -35,7 +37,11 @@ SCALE_FACTOR = 2.0**120
 """Factor of stored scales. A kernel moves the bits of an FP8 value into a bfloat16, which makes the
 value 2^-120 of what it is; the larger scales compensate. The product is rounded as if both had
 their true size."""
-KEPT = ("mlp.gate_up", "experts.gate_up", "experts.down", "mamba2.inputs")
+EXPERTS = ("experts.gate_up", "experts.down")
+"""Suffixes of the names of the parameters of experts. Their kernels read weights with any number of
+inputs, and float32 scales; each takes a further instruction per weight and its speed has not been
+measured, so that dense weights have neither."""
+KEPT = ("mlp.gate_up", *EXPERTS, "mamba2.inputs")
 """Suffixes of the names of parameters that are stored as packed FP8 on a GPU.
 
 A kernel dequantises a weight in registers to the same bits as a dequantised weight in memory, so
@@ -51,12 +57,19 @@ _PARTS = 4
 
 @dataclass(frozen=True)
 class FP8W8A16:
-    """Format of packed FP8 weights with scales of a granularity, block or channel.
+    """Format of packed FP8 weights; activations are bfloat16; see `QuantizedFormat`.
 
-    Activations are bfloat16; see `QuantizedFormat`.
+    Attributes:
+      granularity: Granularity of the scales, block or channel.
+      by_output: True for block scales that are repeated for each output.
+      scale_dtype: Dtype of the scales, bfloat16 or float32.
+      padding: Inputs that fill the last block.
     """
 
     granularity: Granularity
+    by_output: bool = False
+    scale_dtype: str = "bfloat16"
+    padding: int = 0
     name = "fp8_w8a16"
     label = "FP8"
     item_bytes = 1
@@ -69,50 +82,73 @@ class FP8W8A16:
     ) -> Self | None:
         """Returns the format of a parameter that kernels read as packed FP8, on a GPU in bfloat16.
 
-        All its tensors are FP8 in whole blocks; their scales are exact in bfloat16 and have one
-        granularity, block or channel. If a layer has one tensor, its last block may be smaller.
-        Reads the scales.
+        All its tensors are FP8, with scales of one granularity. Dense weights have whole blocks of
+        inputs and scales that are exact in bfloat16. Reads the scales.
         """
         is_served = context.reads_packed and not context.fp8_activations
         if not is_served or not parameter.name.endswith(KEPT):
             return None
-        tensors = stored(parameter)
-        is_single = len(tensors) == len(parameter.pieces)
-        found = {_granularity(tensor, is_single) for tensor in tensors}
+        tensors = [tensor for tensor in stored(parameter) if tensor is not None]
+        found = {_kept_granularity(tensor) for tensor in stored(parameter)}
         granularity = found.pop() if len(found) == 1 else None
-        return None if granularity is None else cls(granularity)
+        dtype, padding = _scale_dtype(tensors), -parameter.shape[-1] % FP8_BLOCK
+        is_plain = dtype == "bfloat16" and not padding
+        if (
+            granularity is None
+            or dtype is None
+            or not (is_plain or parameter.name.endswith(EXPERTS))
+        ):
+            return None
+        are_cut = any(fp8.cuts_blocks(tensor.source) for tensor in tensors)
+        return cls(granularity, granularity is Granularity.BLOCK and are_cut, dtype, padding)
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         """Returns packed values and scales."""
+        filled = (*shape[:-1], shape[-1] + self.padding)
         scales = fp8.scale_shape(shape, self.granularity)
-        return {VALUES: Plane(shape_of_words(shape), "int32"), SCALES: Plane(scales, "bfloat16")}
+        if self.by_output:
+            scales = (*shape[:-1], scales[-1])
+        return {
+            VALUES: Plane(shape_of_words(filled), "int32"),
+            SCALES: Plane(scales, self.scale_dtype),
+        }
 
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
         """Reads FP8 values, which the backend packs, and scales; see `QuantizedFormat.pieces`."""
-        yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
-        place = fp8.place_of_scales(at, whole, self.granularity)
-        scales = fp8.taken_scales(tensor.source, tensor.read(SCALES), self.granularity, shape)
-        yield PlanePiece(SCALES, place, packed_scales(scales))
+        values = tensor.read(VALUES).reshape(shape)
+        yield PlanePiece(VALUES, at, filled(values, self.padding))
+        source, scales, place = tensor.source, tensor.read(SCALES), at
+        if self.by_output:
+            taken = fp8.taken_scales_of_outputs(source, scales, shape)
+        else:
+            taken = fp8.taken_scales(source, scales, self.granularity, shape)
+            place = fp8.place_of_scales(at, whole, self.granularity)
+        yield PlanePiece(SCALES, place, packed_scales(taken, self.scale_dtype))
 
     def dequantize(self, planes: Mapping[str, Array]) -> Array:
         """Returns values times scales, rounded to bfloat16."""
-        return widened(planes[VALUES], planes[SCALES])
+        wide = widened(planes[VALUES], planes[SCALES])
+        return wide[..., : wide.shape[-1] - self.padding]
 
 
-def _granularity(tensor: StoredTensor | None, is_single: bool) -> Granularity | None:
-    """Returns the granularity in memory of a tensor; None if it cannot stay FP8.
-
-    The last block of a weight's only tensor may be smaller.
-    """
+def _kept_granularity(tensor: StoredTensor | None) -> Granularity | None:
+    """Returns the granularity in memory of a tensor's scales; None if it is not FP8."""
     stored = granularity_of(tensor)
-    if tensor is None or stored is None:
+    return None if stored is None else fp8.kept_granularity(stored)
+
+
+def _scale_dtype(tensors: Sequence[StoredTensor]) -> str | None:
+    """Returns the smallest dtype that represents all scales of FP8 tensors; None if one is too
+    large.
+    """
+    if any(granularity_of(tensor) is None for tensor in tensors):
         return None
-    has_blocks = fp8.has_blocks if is_single else fp8.has_whole_blocks
-    if not has_blocks(tensor.source, stored):
+    scales = [tensor.read(SCALES).astype(np.float32) for tensor in tensors]
+    if any((np.abs(x) >= _LARGEST_SCALE).any() for x in scales):
         return None
-    return fp8.kept_granularity(stored) if are_in_bfloat16(tensor.read(SCALES)) else None
+    return "bfloat16" if all((fp8.rounded(x) == x).all() for x in scales) else "float32"
 
 
 class ScaleLayout(NamedTuple):
@@ -135,6 +171,11 @@ def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> ScaleLayout:
 def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the packed shape of a weight."""
     return (*shape[:-1], shape[-1] // _PARTS)
+
+
+def filled(codes: UInt8[np.ndarray, "*stack K"], padding: int) -> UInt8[np.ndarray, "*stack whole"]:
+    """Returns values with zeros after the last input."""
+    return np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, padding)]) if padding else codes
 
 
 def pack(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
@@ -170,24 +211,27 @@ def widened(
 ) -> Float32[np.ndarray, "*stack N K"]:
     """Dequantises packed values; each result is exact in bfloat16."""
     own = scales.astype(np.float32) / np.float32(SCALE_FACTOR)
-    return fp8.rounded(fp8.dequantize(unpack(words), own))
+    layout = shares_of(words.shape, scales.shape)
+    own = np.repeat(own, layout.outputs, axis=-2)
+    if layout.scales_in > 1:
+        own = np.repeat(own, FP8_BLOCK, axis=-1)
+    return fp8.rounded(fp8.VALUES[unpack(words)] * own)
 
 
-def packed_scales(scales: Shaped[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """Returns scales as kernels read them, in bfloat16 precision and multiplied by `SCALE_FACTOR`.
+def packed_scales(
+    scales: Shaped[np.ndarray, "..."], dtype: str = "bfloat16"
+) -> Float32[np.ndarray, "..."]:
+    """Returns scales as kernels read them, multiplied by `SCALE_FACTOR`.
+
+    Args:
+      scales: Stored scales.
+      dtype: Dtype in which kernels read them, bfloat16 or float32.
 
     Raises:
-      ValueError: A scale is not exact in bfloat16.
-    """
-    if not are_in_bfloat16(scales):
-        raise ValueError("scales must be exact in bfloat16")
-    return scales.astype(np.float32) * np.float32(SCALE_FACTOR)
-
-
-def are_in_bfloat16(scales: Shaped[np.ndarray, "..."]) -> bool:
-    """Returns True if all scales are exact in bfloat16, also after multiplication by
-    `SCALE_FACTOR`.
+      ValueError: A scale is 128 or more, or not exact in the dtype.
     """
     wide = scales.astype(np.float32)
     is_inside = np.abs(wide) < _LARGEST_SCALE
-    return bool((is_inside & (fp8.rounded(wide) == wide)).all())
+    if not (is_inside & ((fp8.rounded(wide) == wide) | (dtype == "float32"))).all():
+        raise ValueError(f"scales must be exact in {dtype} and below 128")
+    return wide * np.float32(SCALE_FACTOR)

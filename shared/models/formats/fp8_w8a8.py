@@ -26,7 +26,6 @@ from shared.models.formats.weight_format import (
     UnsupportedFormatError,
 )
 from shared.models.parameter import Parameter
-from shared.models.parameter_arrays import slice_tensor
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
@@ -47,6 +46,7 @@ class FP8W8A8:
     name = "fp8_w8a8"
     label = "FP8"
     item_bytes = 1
+    padding = 0
     quantizes_activations = True
     expands_dense = False
 
@@ -85,9 +85,8 @@ class FP8W8A8:
         yield PlanePiece(VALUES, at, tensor.read(VALUES).reshape(shape))
         source, scales = tensor.source, tensor.read(SCALES)
         if self.by_output:
-            wide = fp8.expand_scales(scales, source.shape, Granularity.BLOCK).astype(np.float32)
-            taken = slice_tensor(source, fp8.scales_of_outputs(wide, source.shape[-2]))
-            yield PlanePiece(SCALES, at, taken.reshape(*shape[:-1], taken.shape[-1]))
+            taken = fp8.taken_scales_of_outputs(source, scales, shape)
+            yield PlanePiece(SCALES, at, taken)
             return
         taken = fp8.taken_scales(source, scales, Granularity.BLOCK, shape)
         yield PlanePiece(SCALES, fp8.place_of_scales(at, whole, Granularity.BLOCK), taken)
@@ -132,7 +131,7 @@ def _kernel_fault(
     if parameter.name.endswith(EXPERTS):
         return "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
     sources = [tensor.source for tensor in tensors if tensor is not None]
-    if not all(fp8.has_whole_blocks(source, Granularity.BLOCK) for source in sources):
+    if any(fp8.cuts_blocks(source) or source.shape[-1] % BLOCK for source in sources):
         return (
             f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
             f"and {parameter.name} has others; remove the flag"

@@ -60,6 +60,7 @@ class Int4W4A16:
     name = "int4_w4a16"
     label = "INT4"
     item_bytes = 0.5
+    padding = 0
     quantizes_activations = False
     expands_dense = True
 

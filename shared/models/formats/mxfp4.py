@@ -102,6 +102,11 @@ class MXFP4W4A16:
     quantizes_activations = False
     expands_dense = False
 
+    @property
+    def padding(self) -> int:
+        """Inputs that fill the last block."""
+        return padded(self.inputs) - self.inputs
+
     @classmethod
     def choose(
         cls, parameter: Parameter, stored: StoredTensors, context: FormatContext

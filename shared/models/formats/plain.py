@@ -13,6 +13,7 @@ class Plain:
     dtype: str
     name = PLAIN
     label = None
+    padding = 0
     quantizes_activations = False
     expands_dense = False
 

@@ -232,6 +232,11 @@ class WeightFormat(Protocol):
         ...
 
     @property
+    def padding(self) -> int:
+        """Inputs that fill the last block of a weight in memory."""
+        ...
+
+    @property
     def expands_dense(self) -> bool:
         """True if kernels dequantise a dense weight in memory for many rows."""
         ...
@@ -303,13 +308,12 @@ def first_row(first: int, outputs: int, rows: int) -> int:
     Args:
       first: The output.
       outputs: Outputs of the weight.
-      rows: Rows of the plane; each belongs to the same number of outputs, a power of two, the last
-        one possibly to fewer.
+      rows: Rows of the plane; each belongs to the same number of outputs.
 
     Raises:
       ValueError: No row starts at the output.
     """
-    share = 1 << (-(-outputs // rows) - 1).bit_length()
+    share = outputs // rows
     if first % share:
         raise ValueError(
             f"the first output of a quantised weight must be a multiple of {share}, got {first}"

@@ -26,11 +26,13 @@ def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
     return Matrix.plain(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
 
 
-def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) -> Matrix:
+def in_fp8(
+    wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity, scale_dtype: str = "bfloat16"
+) -> Matrix:
     """A weight in FP8, of which neighbouring scales differ."""
     shape = fp8.scale_shape(wide.shape, granularity)
     sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
-    scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
+    scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(scale_dtype)
     codes = fp8.apply_scales(wide.copy(), 1 / scales.astype(np.float32))
     return w8a16_matrix(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, granularity)
 
@@ -61,11 +63,16 @@ Quantized = Callable[[Float32[np.ndarray, "*stack N K"]], Matrix]
 QUANTIZED: dict[str, Quantized] = {
     "FP8": partial(in_fp8, granularity=Granularity.BLOCK),
     "FP8 by channels": partial(in_fp8, granularity=Granularity.CHANNEL),
+    "FP8 by channels in float32": partial(
+        in_fp8, granularity=Granularity.CHANNEL, scale_dtype="float32"
+    ),
     "INT4": partial(in_int4, encoding=Int4Encoding(128, "BF16", has_zeros=False)),
     "AWQ": partial(in_int4, encoding=Int4Encoding(128, "F16", has_zeros=True)),
     "MXFP4": in_mxfp4,
 }
 """Functions that quantise a weight, by the name of the format."""
+OF_EXPERTS = ("FP8 by channels in float32", "MXFP4")
+"""Formats of experts only."""
 
 
 def quantized_arguments(
@@ -204,7 +211,7 @@ TABLE += [
     )
     for function in _MAKERS
     for name, quantized in QUANTIZED.items()
-    if name in ("FP8", "AWQ") or function == "act_and_mul_linear" and name != "MXFP4"
+    if name in ("FP8", "AWQ") or function == "act_and_mul_linear" and name not in OF_EXPERTS
 ]
 TABLE += [
     OpCase(
@@ -219,7 +226,8 @@ TABLE += [
     for name, (K, N) in cases.items()
     for kind, quantized in QUANTIZED.items()
     for R in _ROWS
-    if kind in ("FP8", "INT4") or (kind != "MXFP4" and name == "gate and up" and R in (1, 32, 512))
+    if kind in ("FP8", "INT4")
+    or (kind not in OF_EXPERTS and name == "gate and up" and R in (1, 32, 512))
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}

@@ -198,6 +198,13 @@ TABLE += [
 TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
 TABLE += large_cases("biases, 32 of 2880", 2880, OSS)
 TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON)
+TABLE += [
+    case
+    for kind in ("FP8", "FP8 by channels in float32")
+    for case in large_cases(
+        f"{kind} no gate, 32 of 1856", 2688, NEMOTRON, quantized=QUANTIZED[kind]
+    )
+]
 TABLE += large_cases("latents of 1024, 32 of 1856", 2688, LATENTS)
 TABLE += [
     case
