@@ -35,5 +35,17 @@ class ShrinkTiles:
         if R <= _FEW_ROWS:
             rows = min(64, max(16, 1 << (R - 1).bit_length()))
             return cls(rows, 16, _DEPTH, chunks, 1, warps=4, stages=5)
-        block = 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16
-        return cls(64, block, _DEPTH, 1, chunks, warps=4, stages=3)
+        return cls(64, _block(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
+
+    @classmethod
+    def of_experts(cls, slots: int, ranks: int, K: int, order: ShrinkOrder) -> "ShrinkTiles":
+        """Returns the tiles for the slots of experts in a tile of their GEMMs."""
+        chunks = -(-K // order.chunk)
+        if slots <= 16:
+            return cls(slots, 16, _DEPTH, chunks, 1, warps=4, stages=4)
+        return cls(slots, _block(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
+
+
+def _block(ranks: int) -> int:
+    """Returns the rows of A of a program for many rows."""
+    return 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16

@@ -104,12 +104,6 @@ def adaptable(wanted: Sequence[Parameter]) -> list[Parameter]:
     return [x for x in wanted if x.name.rpartition(".")[2] in MATRICES]
 
 
-def is_of_experts(parameter: Parameter) -> bool:
-    """Returns True for experts and routers; their GPU kernels do not support adapters."""
-    last = parameter.name.rpartition(".")[2]
-    return len(parameter.shape) == 4 or last in ("router", "shared_gate_up", "shared_down")
-
-
 def padded_rank(rank: int) -> int:
     """Returns the rank in device memory."""
     return -(-rank // RANK_ALIGNMENT) * RANK_ALIGNMENT

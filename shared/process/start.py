@@ -21,7 +21,6 @@ from shared.models.formats.weight_format import (
     QuantizedFormat,
     UnsupportedFormatError,
 )
-from shared.models.lora_shapes import is_of_experts
 from shared.models.parameters import draft_head, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.models.vision_parameters import vision_encoder_parameters
@@ -145,7 +144,6 @@ def plan_start(checked: CheckedModel, platform: Platform) -> ValidatedStartup:
     raise_fault(_graph_flags_fault(checked.options, platform.costs))
     platform.take_devices(checked.options.ranks.tp_size)
     device, drafts = platform.find_device(), checked.draft_files.drafts
-    raise_fault(_adapters_fault(checked, device))
     memory = _memory_plan(checked, drafts, device, platform.costs)
     raise_fault(_token_map_fault(drafts, memory.blueprint.capacity.max_width))
     cache_policy(memory)  # raises its errors before memory is allocated
@@ -197,20 +195,6 @@ def _graph_flags_fault(options: Options, costs: ProgramCosts) -> str | None:
     names = ("disable_cuda_graph", "disable_piecewise_cuda_graph")
     given = [] if costs.captures else [name for name in names if getattr(options.engine, name)]
     return f"{spelling(given[0])} requires the torch backend; remove the flag" if given else None
-
-
-def _adapters_fault(checked: CheckedModel, device: Device) -> str | None:
-    """Returns the reason why a device does not support adapters."""
-    if checked.adapters is None or device.kind == "cpu":
-        return None
-    changed = [x.parameter for x in checked.adapters.shapes]
-    found = [x.name for x in changed if is_of_experts(x)]
-    if not found:
-        return None
-    return (
-        f"LoRA adapters of experts and routers, such as {found[0]}, are not supported on the "
-        f"{device.name}; merge the adapter into the weights of the checkpoint"
-    )
 
 
 def _token_map_fault(drafts: DrafterSpec, width: int) -> str | None:

@@ -128,17 +128,13 @@ def test_dummy_weights_have_adapter_slots() -> None:
     assert started(words).memory.capacity.adapters.num_slots == 8
 
 
-def test_gpu_serves_adapters_of_dense_layers() -> None:
-    capacity = started(["--lora-paths", LORA], on_gpu=True).memory.capacity
-    assert capacity.adapters.num_slots == 1
-
-
-def test_adapters_of_experts_on_gpu_raise() -> None:
-    words = ["--lora-paths", f"experts={GOLDEN / 'qwen3_moe_lora'}"]
-    message = r"such as experts\.\w+, are not supported on the H200; merge the adapter"
-    with pytest.raises(ConfigError, match=message):
-        started(words, on_gpu=True, base=GOLDEN / "qwen3_moe")
-    assert started(words, base=GOLDEN / "qwen3_moe").memory.capacity.adapters.num_slots == 1
+@pytest.mark.parametrize("base", ["qwen3", "qwen3_moe"])
+def test_gpu_serves_adapters_of_all_layers(base: str) -> None:
+    words = ["--lora-paths", f"own={GOLDEN / base}_lora"]
+    adapters = started(words, on_gpu=True, base=GOLDEN / base).memory.capacity.adapters
+    assert adapters.num_slots == 1
+    names = {x.parameter.name for x in adapters.shapes}
+    assert ("experts.gate_up" in names) == (base == "qwen3_moe")
 
 
 def test_adapter_of_other_model_raises(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from jax_impl.ops import Kernels, Norm, Place, alone, is_bfloat16, kernel_or_ref
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
+from jax_impl.ops.gemm.lora import kernel_shrink
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
-from shared.spec.reduction_order import ROUTER, SQUARES
+from shared.spec.reduction_order import ROUTER, SHRINK, SQUARES
 
 
 class ParallelMLP(NamedTuple):
@@ -313,6 +314,7 @@ def run_experts(
     expert_scale, _ = stacked(weights.expert_scale)
     scale, norm_layer = stacked(next_norm)
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
+    read, lora = scaled if scored is None else scored, weights.router.lora
     return kernels.experts.experts(
         rows=rows,
         scaled=scaled,
@@ -334,6 +336,9 @@ def run_experts(
         arrivals=stream.arrivals,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         norm_layer=norm_layer,
+        router_lora=lora and kernel_shrink(kernels, read, lora),
+        gate_up_lora=_adapters(kernels, gate_up),
+        down_lora=_adapters(kernels, down),
         formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, stream.group),
         eps=eps,
@@ -341,6 +346,7 @@ def run_experts(
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
+        shrink_order=SHRINK,
         tiles=kernels.tiles.experts.of(
             item_bytes=gate_up.format.item_bytes, rows=len(rows), inner=config.intermediate
         ),
@@ -368,3 +374,12 @@ added_experts = kernel_or_reference(
 def _stacked(weight: jax.Array | None, rank: int) -> jax.Array | None:
     """Returns a weight in the form of kernels: a stack, possibly of one."""
     return None if weight is None else weight.reshape(-1, *weight.shape[-rank:])
+
+
+def _adapters(kernels: Kernels, matrix: Matrix) -> Any:
+    """Returns the adapters of a matrix of experts as its kernels read them: stacks."""
+    if matrix.lora is None:
+        return None
+    own, slots, layer = matrix.lora
+    a, b, scales, factors = own[:-1] if layer is not None else (x[:, None] for x in own[:-1])
+    return kernels.experts.ExpertAdapters(a, b, scales, factors, slots, own.parts)

@@ -59,6 +59,8 @@ def _adapted(sums, block, adapters, parts):
             last=(number + span) * N,
             row=block.row,
             is_row=is_row,
+            entry=block.row,
+            layer=adapters.layer[0],
         )
         yield expand(acc, tile, adapters, parts)
 

@@ -2,7 +2,8 @@
 
 The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
 ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
-adapters, see `expand`. Implements `shared.spec.lora`.
+adapters, see `expand`. The grouped GEMMs of experts do too, with the shrink of `expert_lora`.
+Implements `shared.spec.lora`.
 """
 
 import functools
@@ -34,7 +35,7 @@ class AdapterOperands(NamedTuple):
       b, scales, factors: Stacked adapters by slot, see `shared.spec.lora.AdapterWeights`.
     """
 
-    sums: Float32[jax.Array, "splits R ranks"]
+    sums: Float32[jax.Array, "R splits ranks"]
     slots: Int[jax.Array, " R"]
     layer: Int[jax.Array, " 1"]
     b: Float[jax.Array, "slots L outputs rank"]
@@ -87,7 +88,7 @@ def shrink(
     sums = pl.pallas_call(
         functools.partial(_shrink_kernel, tiles=tiles, blocks=blocks, chunk=order.chunk),
         grid=(blocks * tiles.splits, pl.cdiv(R, tiles.rows), num_slots),
-        out_shape=jax.ShapeDtypeStruct((tiles.splits, R, ranks), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((R, tiles.splits, ranks), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="shrink",
@@ -123,16 +124,17 @@ def _shrink_kernel(x_ref, a_ref, slots_ref, layer_ref, sums_ref, *, tiles, block
         zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
         return total + lax.fori_loop(0, chunk // depth, add, zeros)
 
-    @pl.when(_any(is_own))
+    @pl.when(any_of(is_own))
     def _add():
         zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
         total = lax.fori_loop(0, tiles.chunks, add_chunk, zeros)
         # Rows that are not stored get an index outside the array, which the interpreter requires.
-        at = sums_ref.at[split, jnp.where(is_own, row, R)[:, None], rank[None, :]]
+        at = sums_ref.at[jnp.where(is_own, row, R)[:, None], split, rank[None, :]]
         pltriton.store(at, total, mask=jnp.broadcast_to(is_own[:, None], total.shape))
 
 
-def _any(flags):
+def any_of(flags):
+    """Returns True if any of some flags is set."""
     return jnp.max(flags.astype(jnp.int32)) > 0
 
 
@@ -142,7 +144,9 @@ class AdapterTile(NamedTuple):
     Attributes:
       output, is_output: Outputs of the accumulator, and mask of those in bounds.
       first, last: Outputs of all tiles are from `first` to before `last`.
-      row, is_row: Rows of the tile, and mask of those in bounds.
+      row, is_row: Rows of the sums, and mask of those in bounds.
+      entry: Index of each row in `slots`: the row, or the row of a slot of experts.
+      layer: Index into the stacks.
     """
 
     output: Any
@@ -151,6 +155,8 @@ class AdapterTile(NamedTuple):
     last: int
     row: Any
     is_row: Any
+    entry: Any
+    layer: Any
 
 
 def expand(acc, tile, adapters, parts):
@@ -162,8 +168,7 @@ def expand(acc, tile, adapters, parts):
       adapters: References, see `AdapterOperands`.
       parts: Outputs of each part.
     """
-    slots = pltriton.load(adapters.slots.at[tile.row], mask=tile.is_row, other=0)
-    layer = adapters.layer[0]
+    slots = pltriton.load(adapters.slots.at[tile.entry], mask=tile.is_row, other=0)
 
     def add(slot, acc):
         is_own = slots == slot + 1
@@ -173,11 +178,11 @@ def expand(acc, tile, adapters, parts):
             for number, outputs in enumerate(parts):
                 begin, end = end, end + outputs
                 acc = _expand_part(acc, tile, adapters, slot, is_own, number, begin, end)
-            at = adapters.factors.at[slot, layer, tile.output]
+            at = adapters.factors.at[slot, tile.layer, tile.output]
             factor = pltriton.load(at, mask=tile.is_output, other=0.0)
             return jnp.where(is_own[:, None], acc * factor[None, :], acc)
 
-        return lax.cond(_any(is_own), continued, lambda acc: acc, acc)
+        return lax.cond(any_of(is_own), continued, lambda acc: acc, acc)
 
     return lax.fori_loop(0, adapters.b.shape[0], add, acc)
 
@@ -193,12 +198,12 @@ def _expand_part(acc, tile, adapters, slot, is_own, number, begin, end):
     def continued(acc):
         return _add_inputs(acc, tile, adapters, slot, is_own, is_part, number)
 
-    return lax.cond(_any(is_part), continued, lambda acc: acc, acc)
+    return lax.cond(any_of(is_part), continued, lambda acc: acc, acc)
 
 
 def _add_inputs(acc, tile, adapters, slot, is_own, is_output, part):
     """Adds the inputs of a slot's adapter to some outputs of its rows."""
-    sums, layer, all_rank = acc, adapters.layer[0], adapters.b.shape[-1]
+    sums, layer, all_rank = acc, tile.layer, adapters.b.shape[-1]
     of_outputs = jnp.broadcast_to(is_output[:, None], (len(is_output), _SLICE))
     of_rows = jnp.broadcast_to(is_own[:, None], (len(is_own), _SLICE))
     for first in range(0, all_rank, _SLICE):
@@ -208,9 +213,66 @@ def _add_inputs(acc, tile, adapters, slot, is_own, is_output, part):
         b = pltriton.load(at, mask=of_outputs, other=0.0)
         scale = pltriton.load(adapters.scales.at[slot, layer, rank])
         total = jnp.zeros((len(is_own), _SLICE), jnp.float32)
-        for split in range(adapters.sums.shape[0]):
-            at = adapters.sums.at[split, tile.row[:, None], rank[None, :]]
+        for split in range(adapters.sums.shape[1]):
+            at = adapters.sums.at[tile.row[:, None], split, rank[None, :]]
             total = total + pltriton.load(at, mask=of_rows, other=0.0)
         a = (total * scale[None, :]).astype(b.dtype)
         sums = sums + pltriton.dot(a, b.T, **_EXACT)
     return jnp.where(is_own[:, None] & is_output[None, :], sums, acc)
+
+
+def expand_rows(acc, tile, part, adapters):
+    """Same as `expand` for outputs of one part, without tensor cores and without a loop over slots.
+
+    Each product of two bfloat16 values is exact, so the bits do not depend on fused operations.
+    """
+    slots = pltriton.load(adapters.slots.at[tile.entry], mask=tile.is_row, other=0)
+    is_own, all_rank = slots > 0, adapters.b.shape[-1]
+    slot = jnp.where(is_own, slots - 1, 0)
+    keep = jnp.broadcast_to(is_own[:, None] & tile.is_output[None, :], acc.shape)
+    load = functools.partial(pltriton.load, other=0.0)
+
+    def add(lane, sums):
+        rank = part * all_rank + lane
+        scale = load(adapters.scales.at[slot, tile.layer, rank], mask=is_own)
+        total = jnp.zeros(tile.row.shape, jnp.float32)
+        for split in range(adapters.sums.shape[1]):
+            total = total + load(adapters.sums.at[tile.row, split, rank], mask=is_own)
+        b = load(adapters.b.at[slot[:, None], tile.layer, tile.output[None, :], lane], mask=keep)
+        a = (total * scale).astype(b.dtype).astype(jnp.float32)
+        return sums + a[:, None] * b.astype(jnp.float32)
+
+    sums = lax.fori_loop(0, all_rank, add, acc)
+    factors = load(adapters.factors.at[slot[:, None], tile.layer, tile.output[None, :]], mask=keep)
+    return jnp.where(is_own[:, None], sums * factors, acc)
+
+
+def expand_logits(logits, gate, row, is_row, expert, adapters, routing):
+    """Continues the logits of some rows, and those of the gate of the shared expert.
+
+    Args:
+      logits, gate: Logits of the experts, `[rows, experts]`, and of the gate if there is one.
+      row, is_row: The rows, and mask of those that are not padding.
+      expert: Experts of the logits, some after the last.
+      adapters: References, see `AdapterOperands`.
+      routing: Router config.
+    """
+
+    def tile_of_outputs(output: Any, end: int) -> AdapterTile:
+        return AdapterTile(
+            output=output,
+            is_output=output < end,
+            first=0,
+            last=end,
+            row=row,
+            is_row=is_row,
+            entry=row,
+            layer=adapters.layer[0],
+        )
+
+    logits = expand_rows(logits, tile_of_outputs(expert, routing.experts), 0, adapters)
+    if routing.is_gated:
+        last = jnp.full((1,), routing.experts, jnp.int32)
+        of_gate = tile_of_outputs(last, routing.outputs)
+        gate = expand_rows(gate[:, None], of_gate, 1, adapters).reshape(gate.shape)
+    return logits, gate

@@ -10,7 +10,6 @@ depend neither on other rows nor on the path (batch-invariant).
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxtyping import Float, Int, Shaped
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gemm.activation import act_and_mul, relu_squared
+from kernels.pallas_gpu.gemm.lora import RowAdapters
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
     ExpertWeights,
@@ -28,33 +28,24 @@ from kernels.pallas_gpu.gemm.moe_gemm_tiles import (
     product,
     tile_of,
 )
-from kernels.pallas_gpu.gemm.sum_of_squares import add_up
+from kernels.pallas_gpu.moe.expert_lora import (
+    ExpertAdapters,
+    SlotAdapters,
+    expand_expert,
+    shrink_experts,
+)
+from kernels.pallas_gpu.moe.expert_sums import (
+    ExpertEpilogue,
+    ExpertStream,
+    add_slots,
+    sum_kernel,
+)
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.pallas_gpu.moe.router import RouterSelection, barrier, route, scale_of
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from shared.models.activation import Activation
-from shared.spec.reduction_order import RouterOrder, SquaresOrder
-
-
-class ExpertStream(NamedTuple):
-    """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
-
-    rows: Any
-    scaled: Any
-    squares: Any
-
-
-class _ExpertEpilogue(NamedTuple):
-    """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm.
-
-    The scale is stored in a stack, with an index of its own.
-    """
-
-    rows: Any
-    weights: Any
-    norm: Any
-    norm_layer: Any
+from shared.spec.reduction_order import RouterOrder, ShrinkOrder, SquaresOrder
 
 
 def experts(
@@ -78,6 +69,9 @@ def experts(
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
+    router_lora: RowAdapters | None = None,
+    gate_up_lora: ExpertAdapters | None = None,
+    down_lora: ExpertAdapters | None = None,
     *,
     formats: tuple[str, str],
     gathered: Callable[[jax.Array], jax.Array],
@@ -86,6 +80,7 @@ def experts(
     routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
+    shrink_order: ShrinkOrder,
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[ExpertStream, Int[jax.Array, " counters"]]:
@@ -109,10 +104,13 @@ def experts(
       gate_up_bias, down_bias: Biases of the outputs.
       next_norm, norm_layer: Stacked norm scales, and the index of the norm after the block; None if
         nothing scales the new rows.
+      router_lora, gate_up_lora, down_lora: Adapters of the rows; that of the router after its
+        shrink.
       formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
       activation: Activation of the experts.
       routing: Router config; the shared expert is stored last.
+      shrink_order: Reduction order of the shrink.
       tiles: Tile config.
       interpret: Run on a CPU.
 
@@ -130,6 +128,7 @@ def experts(
         live,
         arrivals,
         layer,
+        router_lora,
         eps=eps,
         routing=routing,
         order=order,
@@ -142,13 +141,25 @@ def experts(
         expert_blocks, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
+    shrink = partial(
+        shrink_experts,
+        ids=chosen.ids,
+        expert_blocks=expert_blocks,
+        layer=layer,
+        routing=routing,
+        tiles=tiles,
+        order=shrink_order,
+        interpret=interpret,
+    )
+    read = scaled if latents is None else latents
     inner = act_and_mul_linear(
-        scaled if latents is None else latents,
+        read,
         squares if latents is None else None,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         expert_blocks,
         layer,
+        shrink(read, gate_up_lora),
         format=formats[0],
         eps=eps,
         activation=activation,
@@ -157,8 +168,9 @@ def experts(
         tiles=tiles,
         interpret=interpret,
     )
+    inner = gathered(inner)
     return linear_add(
-        gathered(inner),
+        inner,
         ExpertWeights(down, down_scales, down_bias),
         chosen,
         expert_blocks,
@@ -167,6 +179,7 @@ def experts(
         arrivals,
         layer,
         norm_layer,
+        shrink(inner, down_lora),
         format=formats[1],
         routing=routing,
         squares_order=squares_order,
@@ -182,6 +195,7 @@ def act_and_mul_linear(
     ids: Int[jax.Array, "R slots"],
     expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
+    lora: SlotAdapters | None,
     *,
     format: str,
     eps: float,
@@ -193,7 +207,8 @@ def act_and_mul_linear(
 ) -> Float[jax.Array, "all_slots inner"]:
     """Computes the activation of every slot, with its expert and its row's norm, if it has squares.
 
-    Grouped tiles require the expert blocks of `group`.
+    Grouped tiles require the expert blocks of `group`. Adapters are those of the slots, after the
+    shrink.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // activation.num_projections
     config = ExpertGemmConfig.of(format, tiles, routing.slots, interpret)
@@ -203,6 +218,7 @@ def act_and_mul_linear(
             eps=eps,
             activation=activation,
             squares_order=squares_order,
+            adapted=lora and lora.experts,
             config=config,
         ),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
@@ -210,7 +226,7 @@ def act_and_mul_linear(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="experts_gate_up",
-    )(scaled, squares, gate_up, ids, expert_blocks, layer.reshape(1))
+    )(scaled, squares, gate_up, ids, expert_blocks, lora and lora.operands, layer.reshape(1))
 
 
 def linear_add(
@@ -223,6 +239,7 @@ def linear_add(
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
+    lora: SlotAdapters | None,
     *,
     format: str,
     routing: RoutingSettings,
@@ -239,10 +256,14 @@ def linear_add(
         scaled=None if next_norm is None else of((R, N), rows.dtype),
         squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),
     )
-    epilogue = _ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
+    epilogue = ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
     arrivals, parts, out = pl.pallas_call(
         partial(
-            _down_kernel, factor=routing.output_factor, squares_order=squares_order, config=config
+            _down_kernel,
+            factor=routing.output_factor,
+            squares_order=squares_order,
+            adapted=lora and lora.experts,
+            config=config,
         ),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.down_columns),),
         out_shape=(
@@ -263,12 +284,13 @@ def linear_add(
         chosen.ids,
         expert_blocks,
         None if tiles.grouped else epilogue,
+        lora and lora.operands,
         layer.reshape(1),
     )
     if tiles.grouped:
         (out,) = pl.pallas_call(
             partial(
-                _sum_kernel,
+                sum_kernel,
                 factor=routing.output_factor,
                 columns=tiles.sum_columns,
                 squares_order=squares_order,
@@ -293,12 +315,14 @@ def _gated_kernel(
     gate_up,
     ids_ref,
     expert_blocks,
+    adapters,
     layer_ref,
     inner_ref,
     *,
     eps,
     activation,
     squares_order,
+    adapted,
     config,
 ):
     """One program per tile and block of outputs; gate and up rows form one matrix.
@@ -326,6 +350,14 @@ def _gated_kernel(
             x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, config
         )
         parts = lax.split(early(total, config.interpret).T, (config.columns,) * halves, axis=1)
+        if adapted is not None:
+            column = first + lax.iota(jnp.int32, config.columns)
+            of_tile = partial(expand_expert, tile=tile, is_slot=is_slot, is_output=column < N)
+            of_tile = partial(of_tile, adapters=adapters, adapted=adapted, of_row=config.slots)
+            parts = [
+                of_tile(part, output=half * N + column, first=half * N, last=(half + 1) * N)
+                for half, part in enumerate(parts)
+            ]
         if scale is not None:
             parts = [part * scale[:, None] for part in parts]
         column = first + lax.iota(jnp.int32, config.columns)
@@ -351,6 +383,7 @@ def _down_kernel(
     ids_ref,
     expert_blocks,
     epilogue,
+    adapters,
     layer_ref,
     arrivals_ref,
     parts_ref,
@@ -358,6 +391,7 @@ def _down_kernel(
     *,
     factor,
     squares_order,
+    adapted,
     config,
 ):
     """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
@@ -375,6 +409,19 @@ def _down_kernel(
             x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, config
         )
         total = early(total, config.interpret)
+        if adapted is not None:
+            total = expand_expert(
+                total.T,
+                tile,
+                is_slot,
+                column,
+                column < N,
+                0,
+                N,
+                adapters,
+                adapted,
+                config.slots,
+            ).T
         if down.bias is not None:
             total += bias_of(down, of_expert, column, column < N)[:, None]
         slot, at_column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
@@ -390,55 +437,4 @@ def _down_kernel(
             def _():
                 arrivals_ref[counter] = 0
                 place, order = (row, column, block), squares_order
-                _add_slots(parts_ref, epilogue, stream, place, factor, order, config.interpret)
-
-
-def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, factor, columns, squares_order, interpret):
-    """One program per row and block of outputs."""
-    blocks = pl.cdiv(parts_ref.shape[1], columns)
-    row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
-
-    @pl.when(ids_ref[row, 0] >= 0)
-    def _():
-        column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
-        place = (row, column, block)
-        _add_slots(parts_ref, epilogue, stream, place, factor, squares_order, interpret)
-
-
-def _add_slots(parts_ref, epilogue, stream, place, factor, order, interpret):
-    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue.
-
-    Args:
-      parts_ref: Outputs of all slots.
-      epilogue, stream: Inputs of the epilogue, and its results.
-      place: Row, columns and index of their block.
-      factor: Multiplier of the sum.
-      order: Reduction order of squares.
-      interpret: Run on a CPU.
-    """
-    row, column, block = place
-    N, slots = parts_ref.shape[1], epilogue.weights.shape[1]
-    is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
-    load = partial(pltriton.load, mask=is_column, other=0.0)
-    for slot in range(slots):
-        # Volatile loads bypass the L1 cache: other programs have written the values.
-        part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
-        total += part * epilogue.weights[row, slot]
-    if factor != 1:
-        total = total * factor
-    out = total + load(epilogue.rows.at[row, column]).astype(jnp.float32)
-    out = out.astype(stream.rows.dtype)
-    at = (row, jnp.where(is_column, column, N))
-    pltriton.store(stream.rows.at[at], out, mask=is_column)
-    out = out.astype(jnp.float32)
-    if epilogue.norm is not None:
-        norm = load(epilogue.norm.at[epilogue.norm_layer[0], column])
-        scaled = out * norm.astype(jnp.float32)
-        pltriton.store(stream.scaled.at[at], scaled.astype(stream.scaled.dtype), mask=is_column)
-    squares, chunks = jnp.where(is_column, out * out, 0.0), stream.squares.shape[1]
-    for part in range(len(column) // order.chunk):
-        chunk = block * (len(column) // order.chunk) + part
-        terms = jnp.where(lax.div(column, order.chunk) == chunk, squares, 0.0)
-        is_chunk = jnp.full((1,), chunk) < chunks
-        at = (jnp.full((1,), row), jnp.where(is_chunk, chunk, chunks))
-        pltriton.store(stream.squares.at[at], add_up(terms[None, :], order.digits), mask=is_chunk)
+                add_slots(parts_ref, epilogue, stream, place, factor, order, config.interpret)

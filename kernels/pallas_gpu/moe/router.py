@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gemm.lora import RowAdapters, expand_logits
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
@@ -33,7 +34,10 @@ class RouterSelection(NamedTuple):
 
 
 class _RouterInputs(NamedTuple):
-    """Inputs of the logits; the sums of squares are of the rows before their scale."""
+    """Inputs of the logits; the sums of squares are of the rows before their scale.
+
+    `adapters` are LoRA adapters of the router; None without.
+    """
 
     scaled: Any
     squares: Any
@@ -43,6 +47,7 @@ class _RouterInputs(NamedTuple):
     expert_scale: Any
     live: Any
     layer: Any
+    adapters: Any
 
 
 class _RouterConfig(NamedTuple):
@@ -67,6 +72,7 @@ def route(
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
+    lora: RowAdapters | None,
     *,
     eps: float,
     routing: RoutingSettings,
@@ -88,6 +94,7 @@ def route(
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more.
       layer: Index into the stacks.
+      lora: Adapters of the router for the rows, of `lora.shrink`; part 0 has the experts.
       eps: Epsilon of the norm.
       routing: Router config.
       order, squares_order: Reduction orders of logits, weights and squares.
@@ -138,6 +145,7 @@ def route(
             expert_scale=expert_scale,
             live=live,
             layer=layer.reshape(1),
+            adapters=lora and lora.operands,
         ),
     )
     return chosen, arrivals
@@ -224,6 +232,8 @@ def _choose(read, parts_ref, chosen, block, live, layer, config):
         if routing.is_gated:
             column = jnp.full(row.shape, routing.experts, jnp.int32)
             gate += load_volatile(parts_ref.at[segment, row, column], mask=is_live)
+    if read.adapters is not None:
+        logits, gate = expand_logits(logits, gate, row, is_live, expert, read.adapters, routing)
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
     if read.logit_bias is not None:
         bias = load(read.logit_bias.at[layer, expert], mask=is_expert).astype(jnp.float32)

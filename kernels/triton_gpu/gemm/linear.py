@@ -34,7 +34,7 @@ from kernels.triton_gpu.gemm.linear_launch import (
     squares_chunks,
 )
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
-from kernels.triton_gpu.gemm.lora import RowAdapters, expand
+from kernels.triton_gpu.gemm.lora import AdapterTile, RowAdapters, expand
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -369,9 +369,10 @@ def _adapted(acc, more, args, tile, sizes: tl.constexpr, config: tl.constexpr):
     is_output = output < N
     output += lane // config.columns * N
     own = args.adapters
-    acc = expand(acc, output, is_output, 0, last, own, tile, adapters)
+    rows = AdapterTile(row=tile.row, is_row=tile.is_row, entry=tile.row)
+    acc = expand(acc, output, is_output, 0, last, own, rows, adapters)
     if sizes.is_gated and config.beside > 0:
-        more = expand(more, output + N, is_output, N, 2 * N, own, tile, adapters)
+        more = expand(more, output + N, is_output, N, 2 * N, own, rows, adapters)
     return acc, more
 
 

@@ -2,12 +2,13 @@
 
 The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
 ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
-adapters, see `expand`. Implements `shared.spec.lora`.
+adapters, see `expand`. The grouped GEMMs of experts do too, with the shrink of `expert_lora`.
+Implements `shared.spec.lora`.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,7 +34,7 @@ class AdapterOperands(NamedTuple):
       b, scales, factors: Adapters of one weight by slot, see `shared.spec.lora.AdapterWeights`.
     """
 
-    sums: Float32[Tensor, "splits R ranks"]
+    sums: Float32[Tensor, "R splits ranks"]
     slots: Int[Tensor, " R"]
     b: Float[Tensor, "slots outputs rank"]
     scales: Float32[Tensor, "slots ranks"]
@@ -63,6 +64,19 @@ class AdapterSizes(NamedTuple):
     is_next: bool
 
 
+class AdapterTile(NamedTuple):
+    """Rows of a tile.
+
+    Attributes:
+      row, is_row: Rows of the sums, and mask of those in bounds.
+      entry: Index of each row in `slots`: the row, or the row of a slot of experts.
+    """
+
+    row: Any
+    is_row: Any
+    entry: Any
+
+
 class RowAdapters(NamedTuple):
     """Adapters of the rows of a GEMM after the shrink.
 
@@ -82,8 +96,8 @@ class RowAdapters(NamedTuple):
         sums, _, b, scales, factors = self.operands
         return AdapterSizes(
             slots=len(b),
-            splits=len(sums),
-            rank=b.shape[2],
+            splits=sums.shape[1],
+            rank=b.shape[-1],
             ranks=sums.shape[2],
             ends=tuple(accumulate(self.parts)),
             b=b.stride(0),
@@ -118,7 +132,7 @@ def shrink(
     """
     (R, K), (num_slots, ranks, _) = x.shape, a.shape
     tiles = ShrinkTiles.of(R, ranks, K, order)
-    sums = torch.empty((tiles.splits, R, ranks), dtype=torch.float32, device=x.device)
+    sums = torch.empty((R, tiles.splits, ranks), dtype=torch.float32, device=x.device)
     launching = {"is_launched": False}
     if x.is_cuda:
         launching = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
@@ -134,6 +148,7 @@ def shrink(
         stride=a.stride(0),
         chunk=order.chunk,
         chunks=tiles.chunks,
+        splits=tiles.splits,
         blocks=blocks,
         rows=tiles.rows,
         width=tiles.ranks,
@@ -157,6 +172,7 @@ def _shrink_kernel(
     stride: tl.constexpr,
     chunk: tl.constexpr,
     chunks: tl.constexpr,
+    splits: tl.constexpr,
     blocks: tl.constexpr,
     rows: tl.constexpr,
     width: tl.constexpr,
@@ -190,7 +206,7 @@ def _shrink_kernel(
                     a = tl.load(of_ranks + at, mask=is_input & (rank < ranks)[:, None], other=0.0)
                 acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
             total += acc
-        place = (split * num_rows + row).to(tl.int64)[:, None] * ranks + rank[None, :]
+        place = (row.to(tl.int64) * splits + split)[:, None] * ranks + rank[None, :]
         tl.store(sums_at + place, total, mask=is_own[:, None])
 
 
@@ -212,13 +228,13 @@ def expand(
       output, is_output: Outputs of the accumulator, and mask of those in bounds.
       first, last: Outputs of all tiles are from `first` to before `last`.
       adapters: Pointers, see `AdapterOperands`.
-      tile: Tile of the result, see `linear_epilogue.ResultTile`.
+      tile: Rows of the accumulator, see `AdapterTile`.
       sizes: Sizes, see `AdapterSizes`.
     """
     ends: tl.constexpr = sizes.ends
     parts: tl.constexpr = len(ends)
     count: tl.constexpr = sizes.slots
-    slots = tl.load(adapters.slots + tile.row, mask=tile.is_row, other=0)
+    slots = tl.load(adapters.slots + tile.entry, mask=tile.is_row, other=0)
     for number in tl.range(0, count):
         is_own = slots == number + 1
         if tl.max(is_own.to(tl.int32), 0) > 0:
@@ -286,7 +302,7 @@ def _add_inputs(
     slices: tl.constexpr = sizes.rank // _SLICE
     splits: tl.constexpr = sizes.splits
     of_outputs = adapters.b + slot * sizes.b + output.to(tl.int64)[:, None] * sizes.rank
-    of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * sizes.ranks
+    of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * (splits * sizes.ranks)
     sums = acc
     for number in tl.static_range(slices):
         lane = number * _SLICE + tl.arange(0, _SLICE)
@@ -295,9 +311,57 @@ def _add_inputs(
         scale = tl.load(adapters.scales + slot * sizes.scales + rank)
         total = tl.zeros((is_own.shape[0], _SLICE), tl.float32)
         for split in tl.static_range(splits):
-            before = tl.cast(tile.num_rows, tl.int64) * (split * sizes.ranks)
-            at = of_rows + before + rank[None, :]
+            at = of_rows + split * sizes.ranks + rank[None, :]
             total += tl.load(at, mask=is_own[:, None], other=0.0)
         a = (total * scale[None, :]).to(b.dtype)
         sums = add_product(sums, a, b, False)
     return tl.where(is_own[:, None] & is_output[None, :], sums, acc)
+
+
+@triton.jit
+def expand_rows(acc, tile, output, is_output, part: tl.constexpr, adapters, sizes: tl.constexpr):
+    """Same as `expand` for outputs of one part, without tensor cores and without a loop over slots.
+
+    Each product of two bfloat16 values is exact, so the bits do not depend on fused operations.
+    """
+    splits: tl.constexpr = sizes.splits
+    slots = tl.load(adapters.slots + tile.entry, mask=tile.is_row, other=0)
+    is_own = slots > 0
+    slot = tl.where(is_own, slots - 1, 0).to(tl.int64)
+    keep = is_own[:, None] & is_output[None, :]
+    of_rows = adapters.sums + tile.row.to(tl.int64) * (splits * sizes.ranks)
+    of_outputs = adapters.b + slot[:, None] * sizes.b + output[None, :] * sizes.rank
+    sums = acc
+    for lane in tl.range(0, sizes.rank):
+        rank = part * sizes.rank + lane
+        scale = tl.load(adapters.scales + slot * sizes.scales + rank, mask=is_own, other=0.0)
+        total = tl.zeros(tile.row.shape, tl.float32)
+        for split in tl.static_range(splits):
+            total += tl.load(of_rows + split * sizes.ranks + rank, mask=is_own, other=0.0)
+        b = tl.load(of_outputs + lane, mask=keep, other=0.0)
+        a = (total * scale).to(b.dtype).to(tl.float32)
+        sums += a[:, None] * b.to(tl.float32)
+    factors = adapters.factors + slot[:, None] * sizes.factors + output[None, :]
+    return tl.where(is_own[:, None], sums * tl.load(factors, mask=keep, other=0.0), acc)
+
+
+@triton.jit
+def expand_logits(logits, gate, row, is_row, expert, adapters, routing: tl.constexpr):
+    """Continues the logits of some rows, and those of the gate of the shared expert.
+
+    Args:
+      logits, gate: Logits of the experts, `[rows, experts]`, and of the gate if there is one.
+      row, is_row: The rows, and mask of those that are not padding.
+      expert: Experts of the logits, some after the last.
+      adapters: Pointers, see `AdapterOperands`.
+      routing: See `router.RoutingConfig`.
+    """
+    sizes: tl.constexpr = routing.adapters
+    tile = AdapterTile(row=row, is_row=is_row, entry=row)
+    is_expert = expert < routing.experts
+    logits = expand_rows(logits, tile, expert, is_expert, 0, adapters, sizes)
+    if routing.is_gated:
+        last = routing.experts + tl.arange(0, 1)
+        gate = expand_rows(gate[:, None], tile, last, last > 0, 1, adapters, sizes)
+        gate = tl.reshape(gate, row.shape)
+    return logits, gate

@@ -8,6 +8,7 @@ import triton.language as tl
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.block_loaders import OperandTile, TileLoads, packed_tile
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
+from kernels.triton_gpu.gemm.lora import AdapterSizes
 
 
 class ExpertWeights(NamedTuple):
@@ -31,6 +32,7 @@ class ExpertGemmSizes(NamedTuple):
       is_scaled: Whether the next norm has a scale.
       is_biased: Whether experts have biases.
       loads: Loads of the main loop.
+      adapters: Sizes of LoRA adapters; None without.
     """
 
     N: int
@@ -40,6 +42,7 @@ class ExpertGemmSizes(NamedTuple):
     is_scaled: bool
     is_biased: bool
     loads: TileLoads
+    adapters: AdapterSizes | None
 
 
 class ExpertGemmConfig(NamedTuple):

@@ -9,7 +9,7 @@ depend neither on other rows nor on the path (batch-invariant).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.triton_gpu.gemm.block_loaders import TileLoads, format_of
 from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.lora import RowAdapters
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
     ExpertGemmSizes,
@@ -31,34 +32,18 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     product_of,
     tile_of,
 )
-from kernels.triton_gpu.gemm.sum_of_squares import add_up
+from kernels.triton_gpu.moe.expert_lora import ExpertAdapters, expand_expert, shrink_experts
+from kernels.triton_gpu.moe.expert_sums import (
+    ExpertEpilogue,
+    ExpertStream,
+    ExpertSums,
+    add_slots,
+    sum_kernel,
+)
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks, blocks_or_pointers, group, max_tiles
 from kernels.triton_gpu.moe.router import RouterChunks, RouterSelection, route, scale_of
 from shared.models.activation import Activation
-from shared.spec.reduction_order import RouterOrder, SquaresOrder
-
-
-class ExpertStream(NamedTuple):
-    """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
-
-    rows: Any
-    scaled: Any
-    squares: Any
-
-
-class ExpertEpilogue(NamedTuple):
-    """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm."""
-
-    rows: Any
-    weights: Any
-    norm: Any
-
-
-class ExpertSums(NamedTuple):
-    """Columns of a chunk of squares, and the bits of their fixed-point units."""
-
-    length: int
-    digits: int
+from shared.spec.reduction_order import RouterOrder, ShrinkOrder, SquaresOrder
 
 
 def experts(
@@ -80,6 +65,9 @@ def experts(
     next_norm: Float[Tensor, " columns"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
+    router_lora: RowAdapters | None = None,
+    gate_up_lora: ExpertAdapters | None = None,
+    down_lora: ExpertAdapters | None = None,
     *,
     formats: tuple[str, str],
     gathered: Callable[[Tensor], Tensor],
@@ -88,6 +76,7 @@ def experts(
     routing: RoutingSettings,
     order: RouterOrder,
     squares_order: SquaresOrder,
+    shrink_order: ShrinkOrder,
     tiles: ExpertsTiles,
 ) -> ExpertStream:
     """Adds the output of its experts to each row.
@@ -108,10 +97,13 @@ def experts(
       down, down_scales: `[stored, hidden, inner]`, in the same way.
       gate_up_bias, down_bias: Biases of the outputs.
       next_norm: Scale of the norm after the block; None if it is folded into a weight.
+      router_lora, gate_up_lora, down_lora: Adapters of the rows; that of the router after its
+        shrink.
       formats: Names of the weight formats of `gate_up` and of `down`.
       gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
       activation, tiles: Activation of the experts, and tile config.
       routing: Router config; the shared expert is stored last.
+      shrink_order: Reduction order of the shrink.
 
     Returns:
       The new rows; the rows times the next norm's scale, or the rows themselves without one; and
@@ -126,6 +118,7 @@ def experts(
         expert_scale,
         live,
         arrivals,
+        router_lora,
         eps=eps,
         routing=routing,
         order=order,
@@ -133,12 +126,22 @@ def experts(
         tiles=tiles,
     )
     blocks = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
+    shrink = partial(
+        shrink_experts,
+        ids=chosen.ids,
+        expert_blocks=blocks,
+        routing=routing,
+        tiles=tiles,
+        order=shrink_order,
+    )
+    read = scaled if latents is None else latents
     inner = act_and_mul_linear(
-        scaled if latents is None else latents,
+        read,
         squares if latents is None else None,
         ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
         chosen.ids,
         blocks,
+        shrink(read, gate_up_lora),
         format=formats[0],
         eps=eps,
         activation=activation,
@@ -146,14 +149,16 @@ def experts(
         squares_order=squares_order,
         tiles=tiles,
     )
+    inner = gathered(inner)
     return linear_add(
-        gathered(inner),
+        inner,
         ExpertWeights(down, down_scales, down_bias),
         chosen,
         blocks,
         rows,
         next_norm,
         arrivals,
+        shrink(inner, down_lora),
         format=formats[1],
         routing=routing,
         squares_order=squares_order,
@@ -167,6 +172,7 @@ def act_and_mul_linear(
     gate_up: ExpertWeights,
     ids: Int[Tensor, "R slots"],
     expert_blocks: ExpertBlocks | None,
+    lora: RowAdapters | None,
     *,
     format: str,
     eps: float,
@@ -177,13 +183,14 @@ def act_and_mul_linear(
 ) -> Float[Tensor, "all_slots inner"]:
     """Computes the activation of every slot, with its expert and its row's norm, if it has squares.
 
-    Grouped tiles require the expert blocks of `group`.
+    Grouped tiles require the expert blocks of `group`. Adapters are those of the slots, after the
+    shrink.
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
     chunks = 0 if squares is None else squares.shape[1]
     spread = triton.next_power_of_2(max(chunks, 1))
     config = ExpertGemmConfig.of(tiles)
-    sizes = _sizes(gate_up, format, N, hidden, routing, config, is_scaled=False)
+    sizes = _sizes(gate_up, format, N, hidden, routing, config, lora, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
         scaled,
@@ -192,6 +199,7 @@ def act_and_mul_linear(
         ids,
         blocks_or_pointers(expert_blocks, ids),
         inner,
+        None if lora is None else lora.operands,
         eps,
         activation=activation,
         sizes=sizes,
@@ -211,6 +219,7 @@ def linear_add(
     rows: Float[Tensor, "R hidden"],
     next_norm: Float[Tensor, " hidden"] | None,
     arrivals: Int[Tensor, " counters"],
+    lora: RowAdapters | None,
     *,
     format: str,
     routing: RoutingSettings,
@@ -220,7 +229,7 @@ def linear_add(
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
     config = ExpertGemmConfig.of(tiles, is_down=True)
-    sizes = _sizes(down, format, N, K, routing, config, is_scaled=next_norm is not None)
+    sizes = _sizes(down, format, N, K, routing, config, lora, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
@@ -238,6 +247,7 @@ def linear_add(
         arrivals,
         epilogue,
         stream,
+        None if lora is None else lora.operands,
         sizes=sizes,
         sums=sums,
         config=config,
@@ -245,7 +255,7 @@ def linear_add(
         **launching(rows),
     )
     if tiles.grouped:
-        _sum_kernel[(R * triton.cdiv(N, tiles.sum_columns),)](
+        sum_kernel[(R * triton.cdiv(N, tiles.sum_columns),)](
             parts,
             chosen.ids,
             epilogue,
@@ -270,6 +280,7 @@ def _sizes(
     inputs: int,
     routing: RoutingSettings,
     config: ExpertGemmConfig,
+    lora: RowAdapters | None,
     *,
     is_scaled: bool,
 ) -> ExpertGemmSizes:
@@ -284,7 +295,10 @@ def _sizes(
         is_interpreted=not launching(stored.weights)["is_launched"],
     )
     is_biased, factor = stored.bias is not None, routing.output_factor
-    return ExpertGemmSizes(outputs, inputs, routing.slots, factor, is_scaled, is_biased, loads)
+    adapters = None if lora is None else lora.sizes
+    return ExpertGemmSizes(
+        outputs, inputs, routing.slots, factor, is_scaled, is_biased, loads, adapters
+    )
 
 
 @triton.jit
@@ -295,6 +309,7 @@ def _gated_kernel(
     ids_at,
     expert_blocks,
     inner_at,
+    adapters,
     eps,
     activation: tl.constexpr,
     sizes: tl.constexpr,
@@ -330,21 +345,34 @@ def _gated_kernel(
     if is_launched:
         gdc_launch_dependents()
     column = first + tl.arange(0, config.columns)
+    is_column = column < N
+    own: tl.constexpr = sizes.adapters
+    of_row: tl.constexpr = sizes.slots
     if halves == 1:
-        up = tl.trans(acc) * scale[:, None]
+        up = tl.trans(acc)
+        if own is not None:
+            up = expand_expert(up, tile, is_slot, column, is_column, 0, N, adapters, of_row, own)
+        up *= scale[:, None]
         if sizes.is_biased:
-            up += bias_of(gate_up, tile.expert, column, column < N, N)[None, :]
+            up += bias_of(gate_up, tile.expert, column, is_column, N)[None, :]
         out = relu_squared(up)
     else:
         pairs = tl.permute(tl.reshape(acc, (2, config.columns, config.lanes)), (2, 1, 0))
         gate, up = tl.split(pairs)
+        if own is not None:
+            gate = expand_expert(
+                gate, tile, is_slot, column, is_column, 0, N, adapters, of_row, own
+            )
+            up = expand_expert(
+                up, tile, is_slot, N + column, is_column, N, 2 * N, adapters, of_row, own
+            )
         gate, up = gate * scale[:, None], up * scale[:, None]
         if sizes.is_biased:
-            gate += bias_of(gate_up, tile.expert, column, column < N, 2 * N)[None, :]
-            up += bias_of(gate_up, tile.expert, N + column, column < N, 2 * N)[None, :]
+            gate += bias_of(gate_up, tile.expert, column, is_column, 2 * N)[None, :]
+            up += bias_of(gate_up, tile.expert, N + column, is_column, 2 * N)[None, :]
         out = act_and_mul(gate, up, activation)
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
-    keep = is_slot[:, None] & (column < N)[None, :]
+    keep = is_slot[:, None] & is_column[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
 
 
@@ -358,6 +386,7 @@ def _down_kernel(
     arrivals_at,
     epilogue,
     stream,
+    adapters,
     sizes: tl.constexpr,
     sums: tl.constexpr,
     config: tl.constexpr,
@@ -381,6 +410,13 @@ def _down_kernel(
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
     keep = is_slot[:, None] & is_column[None, :]
+    own: tl.constexpr = sizes.adapters
+    of_row: tl.constexpr = sizes.slots
+    if own is not None:
+        acc = expand_expert(
+            tl.trans(acc), tile, is_slot, column, is_column, 0, N, adapters, of_row, own
+        )
+        acc = tl.trans(acc)
     if sizes.is_biased:
         acc += bias_of(down, tile.expert, column, is_column, N)[:, None]
     tl.store(parts_at + place, tl.trans(acc), mask=keep)
@@ -390,58 +426,4 @@ def _down_kernel(
         counter = arrivals_at + row * blocks + block
         if tl.atomic_add(counter, 1, sem="acq_rel") == sizes.slots - 1:
             tl.store(counter, 0)
-            _add_slots(parts_at, epilogue, stream, row, column, block, sizes, sums)
-
-
-@triton.jit
-def _sum_kernel(
-    parts_at,
-    ids_at,
-    epilogue,
-    stream,
-    sizes: tl.constexpr,
-    sums: tl.constexpr,
-    columns: tl.constexpr,
-    is_launched: tl.constexpr,
-):
-    """One program per row and block of outputs."""
-    blocks: tl.constexpr = (sizes.N + columns - 1) // columns
-    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    if is_launched:
-        gdc_wait()
-        gdc_launch_dependents()
-    if tl.load(ids_at + row * sizes.slots) >= 0:
-        column = block * columns + tl.arange(0, columns)
-        _add_slots(parts_at, epilogue, stream, row, column, block, sizes, sums)
-
-
-@triton.jit
-def _add_slots(
-    parts_at, epilogue, stream, row, column, block, sizes: tl.constexpr, sums: tl.constexpr
-):
-    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
-    N: tl.constexpr = sizes.N
-    columns: tl.constexpr = column.shape[0]
-    chunks: tl.constexpr = (N + sums.length - 1) // sums.length
-    parts: tl.constexpr = columns // sums.length
-    is_column = column < N
-    slots: tl.constexpr = sizes.slots
-    first, total = row * slots, tl.zeros((columns,), tl.float32)
-    for slot in tl.static_range(slots):
-        at = parts_at + (first + slot).to(tl.int64) * N + column
-        # Volatile loads bypass the L1 cache: other programs have written the values.
-        part = tl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")
-        total += part * tl.load(epilogue.weights + first + slot)
-    place = row.to(tl.int64) * N + column
-    before = tl.load(epilogue.rows + place, mask=is_column, other=0.0)
-    out = (total * sizes.factor + before.to(tl.float32)).to(stream.rows.dtype.element_ty)
-    tl.store(stream.rows + place, out, mask=is_column)
-    out = out.to(tl.float32)
-    if sizes.is_scaled:
-        norm = tl.load(epilogue.norm + column, mask=is_column, other=0.0).to(tl.float32)
-        scaled = (out * norm).to(stream.scaled.dtype.element_ty)
-        tl.store(stream.scaled + place, scaled, mask=is_column)
-    squares = tl.where(is_column, out * out, 0.0)
-    squares = add_up(tl.reshape(squares, (parts, sums.length)), sums.digits)
-    chunk = block * parts + tl.arange(0, parts)
-    tl.store(stream.squares + row.to(tl.int64) * chunks + chunk, squares, mask=chunk < chunks)
+            add_slots(parts_at, epilogue, stream, row, column, block, sizes, sums)

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.lora import AdapterSizes, RowAdapters, expand_logits
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
@@ -32,7 +33,10 @@ class RouterSelection(NamedTuple):
 
 
 class RouterInputs(NamedTuple):
-    """Inputs of the logits; the sums of squares are of the rows before their scale."""
+    """Inputs of the logits; the sums of squares are of the rows before their scale.
+
+    `adapters` are LoRA adapters of the router; None without.
+    """
 
     scaled: Any
     squares: Any
@@ -42,6 +46,7 @@ class RouterInputs(NamedTuple):
     expert_scale: Any
     live: Any
     eps: Any
+    adapters: Any
 
 
 class PartialLogits(NamedTuple):
@@ -65,6 +70,7 @@ class RoutingConfig(NamedTuple):
     Attributes:
       spread, lanes: Lanes of all experts, and of the selected ones.
       digits: Bits of the integers in which weights are added.
+      adapters: Sizes of LoRA adapters; None without.
     """
 
     experts: int
@@ -84,6 +90,7 @@ class RoutingConfig(NamedTuple):
     spread: int
     lanes: int
     digits: int
+    adapters: AdapterSizes | None
 
 
 class RouterTileConfig(NamedTuple):
@@ -107,6 +114,7 @@ def route(
     expert_scale: Float[Tensor, " experts"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
+    lora: RowAdapters | None,
     *,
     eps: float,
     routing: RoutingSettings,
@@ -125,6 +133,7 @@ def route(
       expert_scale: Multiplier of an expert's weight.
       live: Number of rows without padding; padding rows select nothing and are not read.
       arrivals: Zeros, one counter per row or more; the kernel resets them to zero.
+      lora: Adapters of the router for the rows, of `lora.shrink`; part 0 has the experts.
       eps: Epsilon of the norm.
       routing: Router config.
       order, squares_order: Reduction orders of logits, weights and squares.
@@ -146,6 +155,7 @@ def route(
             expert_scale=squares if expert_scale is None else expert_scale,
             live=live,
             eps=eps,
+            adapters=None if lora is None else lora.operands,
         ),
         PartialLogits(parts=parts, arrivals=arrivals),
         RouterSelection(ids=ids, weights=weights),
@@ -170,6 +180,7 @@ def route(
             spread=triton.next_power_of_2(routing.experts),
             lanes=triton.next_power_of_2(routing.top),
             digits=order.digits,
+            adapters=None if lora is None else lora.sizes,
         ),
         config=RouterTileConfig(
             hidden=hidden,
@@ -316,6 +327,8 @@ def _choose(
         logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
         if routing.is_gated:
             gate += tl.load(at + routing.experts, mask=is_live, other=0.0, cache_modifier=".cg")
+    if routing.adapters is not None:
+        logits, gate = expand_logits(logits, gate, row, is_live, expert, read.adapters, routing)
     scores = logits * scale[:, None] + 0.0  # maps -0 to 0
     if routing.has_logit_bias:
         bias = tl.load(read.logit_bias + expert, mask=is_expert, other=0.0).to(tl.float32)

@@ -14,11 +14,12 @@ from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
-from shared.spec.reduction_order import ROUTER, SQUARES
+from shared.spec.reduction_order import ROUTER, SHRINK, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
+from torch_impl.ops.gemm.lora import kernel_shrink
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,8 @@ def run_experts(
     count = stream.count
     if count is None:
         count = torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
-    gate_up, down = weights.gate_up, weights.down
+    gate_up, down, lora = weights.gate_up, weights.down, weights.router.lora
+    read = scaled if scored is None else scored
     sizes = {"rows": len(rows), "inner": config.intermediate}
     return kernels.experts.experts(
         rows=rows,
@@ -325,6 +327,9 @@ def run_experts(
         next_norm=next_norm,
         live=count,
         arrivals=stream.arrivals,
+        router_lora=lora and kernel_shrink(kernels, read, lora),
+        gate_up_lora=_adapters(kernels, gate_up),
+        down_lora=_adapters(kernels, down),
         formats=(gate_up.format.name, down.format.name),
         gathered=partial(all_gather.all_gather, stream.group),
         eps=eps,
@@ -332,7 +337,23 @@ def run_experts(
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
+        shrink_order=SHRINK,
         tiles=kernels.tiles.experts.of(item_bytes=gate_up.format.item_bytes, **sizes),
+    )
+
+
+def _adapters(kernels: Kernels, matrix: Matrix) -> Any:
+    """Returns the adapters of a matrix of experts as its kernels read them."""
+    if matrix.lora is None:
+        return None
+    own = matrix.lora.weights
+    return kernels.experts.ExpertAdapters(
+        a=own.a,
+        b=own.b,
+        scales=own.scales,
+        factors=own.factors,
+        slots=matrix.lora.slots,
+        parts=own.parts,
     )
 
 

@@ -1,0 +1,83 @@
+"""Sums of the slots of a row, and the epilogue of an MoE block (Pallas, Triton backend)."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up
+
+
+class ExpertStream(NamedTuple):
+    """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
+
+    rows: Any
+    scaled: Any
+    squares: Any
+
+
+class ExpertEpilogue(NamedTuple):
+    """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm.
+
+    The scale is stored in a stack, with an index of its own.
+    """
+
+    rows: Any
+    weights: Any
+    norm: Any
+    norm_layer: Any
+
+
+def sum_kernel(parts_ref, ids_ref, epilogue, stream, *, factor, columns, squares_order, interpret):
+    """One program per row and block of outputs."""
+    blocks = pl.cdiv(parts_ref.shape[1], columns)
+    row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
+
+    @pl.when(ids_ref[row, 0] >= 0)
+    def _():
+        column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
+        place = (row, column, block)
+        add_slots(parts_ref, epilogue, stream, place, factor, squares_order, interpret)
+
+
+def add_slots(parts_ref, epilogue, stream, place, factor, order, interpret):
+    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue.
+
+    Args:
+      parts_ref: Outputs of all slots.
+      epilogue, stream: Inputs of the epilogue, and its results.
+      place: Row, columns and index of their block.
+      factor: Multiplier of the sum.
+      order: Reduction order of squares.
+      interpret: Run on a CPU.
+    """
+    row, column, block = place
+    N, slots = parts_ref.shape[1], epilogue.weights.shape[1]
+    is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
+    load = partial(pltriton.load, mask=is_column, other=0.0)
+    for slot in range(slots):
+        # Volatile loads bypass the L1 cache: other programs have written the values.
+        part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
+        total += part * epilogue.weights[row, slot]
+    if factor != 1:
+        total = total * factor
+    out = total + load(epilogue.rows.at[row, column]).astype(jnp.float32)
+    out = out.astype(stream.rows.dtype)
+    at = (row, jnp.where(is_column, column, N))
+    pltriton.store(stream.rows.at[at], out, mask=is_column)
+    out = out.astype(jnp.float32)
+    if epilogue.norm is not None:
+        norm = load(epilogue.norm.at[epilogue.norm_layer[0], column])
+        scaled = out * norm.astype(jnp.float32)
+        pltriton.store(stream.scaled.at[at], scaled.astype(stream.scaled.dtype), mask=is_column)
+    squares, chunks = jnp.where(is_column, out * out, 0.0), stream.squares.shape[1]
+    for part in range(len(column) // order.chunk):
+        chunk = block * (len(column) // order.chunk) + part
+        terms = jnp.where(lax.div(column, order.chunk) == chunk, squares, 0.0)
+        is_chunk = jnp.full((1,), chunk) < chunks
+        at = (jnp.full((1,), row), jnp.where(is_chunk, chunk, chunks))
+        pltriton.store(stream.squares.at[at], add_up(terms[None, :], order.digits), mask=is_chunk)
