@@ -33,8 +33,9 @@ READING = """## Reading the tables
 - S, k and N are the values of `--speculative-num-steps`, `--speculative-eagle-topk` and
   `--speculative-num-draft-tokens`.
 - The limit is the time that the bytes of a step take at the rate of a large copy on the same GPU.
-  For MoE models it assumes uniform routing; tokens that share experts read fewer bytes, so a share
-  can exceed 100 %.
+  For MoE models it counts the experts that a step reads, where `bench.steps.experts_read` measured
+  them. Elsewhere it assumes even choices; tokens that share experts read fewer bytes, so such a
+  share can exceed 100 %.
 - `outputs` compares tokens with those that are guaranteed to be equal, if both ran together.
 - A revision is the commit that was measured. One with `*` is the commit that recorded the file.
 - Ratios compare lines of one revision only. A table without a ratio mixes revisions."""

@@ -181,10 +181,10 @@ class Session:
 
     def activity(self, load: Load, steps: int) -> Activity:
         """Returns the GPU activity of a step."""
-        few, many = (traced(self.backend, self._steps(load, n)) for n in (steps, 2 * steps))
+        few, many = (traced(self.backend, self.steps_of(load, n)) for n in (steps, 2 * steps))
         return many.per_step(few, steps)
 
-    def _steps(self, load: Load, steps: int):
+    def steps_of(self, load: Load, steps: int) -> Callable[[], None]:
         """Returns a function that runs `steps` decode steps between two waits for the device."""
         self._abort_all()
         requests, _ = self._decoding(load)
@@ -228,9 +228,12 @@ class Session:
         while engine.busy:
             engine.step()
 
-    def bytes_of(self, load: Load) -> int:
-        """Returns the bytes that a step must move in the middle of the outputs."""
-        return step_bytes(*self._in_the_middle(load))
+    def bytes_of(self, load: Load, routed: float | None = None) -> int:
+        """Returns the bytes that a step must move in the middle of the outputs.
+
+        See `step_bytes` for `routed`.
+        """
+        return step_bytes(*self._in_the_middle(load), routed)
 
     def products_of(self, load: Load) -> int:
         """Returns the multiplications of a step in the middle of the outputs."""

@@ -3,7 +3,8 @@
 Weights are read once per pass over them; the embedding counts only if it is the LM head. The KV of
 every row is read once per layer and pass. A recurrent state is read and written once, and once more
 if accepted drafts are replayed. The number of experts read is the mean for rows that choose evenly
-and independently. KV writes and activations are omitted, as they are small.
+and independently, unless it was counted (`bench.steps.experts_read`). KV writes and activations are
+omitted, as they are small.
 
 Every row of a pass is multiplied with all weights, and its queries with all keys and values.
 Padding, norms and recurrent states are omitted.
@@ -29,7 +30,9 @@ from shared.spec.draft_tree import TreeShape
 FLOAT32_BYTES = 4
 
 
-def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
+def step_bytes(
+    blueprint: BackendSpec, shape: TreeShape, batch: int, context: int, routed: float | None = None
+) -> int:
     """Bytes of one step of a batch.
 
     Args:
@@ -37,10 +40,33 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
       shape: Of the draft trees.
       batch: Rows.
       context: Tokens that each row has seen.
+      routed: Counted routed experts that a step reads, over all layers and passes; None for even
+        choices.
     """
+    if routed is not None:
+        without = _step_bytes(blueprint, shape, batch, context, rows=0)
+        return without + int(routed * expert_bytes(blueprint))
+    return _step_bytes(blueprint, shape, batch, context, rows=batch)
+
+
+def expert_bytes(blueprint: BackendSpec) -> float:
+    """Returns the bytes of one routed expert of a layer."""
+    stacks = [p for p in parameters(blueprint.config, False) if p.name.endswith(EXPERTS)]
+    each = (
+        _weight_bytes([p], blueprint.item_bytes, False, 1.0, blueprint.formats)
+        / (p.shape[0] * p.shape[1])
+        for p in stacks
+    )
+    return sum(each)
+
+
+def _step_bytes(
+    blueprint: BackendSpec, shape: TreeShape, batch: int, context: int, rows: int
+) -> int:
+    """Bytes of a step in which this number of requests choose experts."""
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    share = _read_share(config, batch * shape.nodes)
+    share = _read_share(config, rows * shape.nodes)
     moved = _weight_bytes(wanted, item, config.tied, share, blueprint.formats)
     for group in config.attention_groups:  # with those that read the KV of other layers
         kv = cache_bytes(group.config.with_kv.cache_specs, item) * len(group)
@@ -50,7 +76,7 @@ def step_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: in
             recurrent, _ = group.config.cache_specs
             touched = 2 if shape.is_plain else 3
             moved += touched * batch * recurrent.piece_bytes(item) * len(group)
-    return moved + _draft_bytes(blueprint, shape, batch, context)
+    return moved + _draft_bytes(blueprint, shape, batch, context, rows)
 
 
 def step_products(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
@@ -75,7 +101,9 @@ def _attended(config: ModelConfig) -> int:
     return sum(len(each) * each.config.products_per_position for each in config.attention_groups)
 
 
-def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: int) -> int:
+def _draft_bytes(
+    blueprint: BackendSpec, shape: TreeShape, batch: int, context: int, rows: int
+) -> int:
     """Returns the bytes of the drafter: each level is a pass; a block takes one pass in all.
 
     What a DSPARK head has for its choices is read for each of them. Of the S passes of an EAGLE
@@ -86,7 +114,7 @@ def _draft_bytes(blueprint: BackendSpec, shape: TreeShape, batch: int, context: 
         return 0
     passes = 1 if drafts.block else shape.depth
     own, is_tied = _draft_weights(blueprint)
-    share = _read_share(drafts.sizes.model, batch * shape.width)
+    share = _read_share(drafts.sizes.model, rows * shape.width)
     once = _weight_bytes(own, item, is_tied, share, blueprint.formats if drafts.with_mtp else {})
     once += _target_head(own, is_tied, blueprint) * item
     kv = batch * context * pool_bytes(drafts.sizes.pools, CacheUnit.POSITION, item)

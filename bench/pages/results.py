@@ -104,6 +104,9 @@ class Found:
         """Reads all result files that pages show."""
         peers = [read(path) for path in sorted((RESULTS / "peers").glob("*.json"), reverse=True)]
         own = {name: list(map(read, _paths(patterns))) for name, patterns in PATTERNS.items()}
+        counts = list(map(read, _paths(["experts_read_*"])))
+        for name in ("decode", "tp"):
+            own[name] = [with_counted_experts(file, counts) for file in own[name]]
         return cls(**own, peers=peers)
 
     def peers_of(
@@ -119,6 +122,30 @@ class Found:
             for file in files
             if (file["model"], file["device"], file.get("gpus", 1)) == (*subject, gpus)
         }
+
+
+def with_counted_experts(file: File, counts: Sequence[File]) -> File:
+    """Returns a file of decode steps with limits for counted experts, where a model has counts.
+
+    Without counts the limits assume that tokens choose experts evenly.
+    """
+    shares = {
+        (line["drafts"], line["batch"], line["prompt"]): line["bytes"] / line["even_bytes"]
+        for found in counts
+        if model_of(found) == model_of(file)
+        for line in found["lines"]
+    }
+
+    def corrected(line: Line) -> Line:
+        share = shares.get((_bare(line["drafts"]), line["batch"], line["prompt"]), 1.0)
+        return line | {name: line[name] * share for name in ("limit_ms", "share_of_limit")}
+
+    return {**file, "lines": list(map(corrected, file["lines"]))} if shares else file
+
+
+def _bare(drafts: str) -> str:
+    """Returns the drafter without simulated acceptance."""
+    return " ".join(word for word in drafts.split(" ") if not word.startswith(SIMULATED))
 
 
 def has_equal_prompts(file: File) -> bool:

@@ -95,6 +95,15 @@ class Report:
         longest = (line["trace"] or {}).get("longest", {}) if self._tells_kernels else {}
         self._say("\n".join([line_of(line), *kernels_of(longest)]))
 
+    def add_count(self, line: Line) -> None:
+        """Takes over the experts that a step reads."""
+        self.found["lines"].append(line)
+        less = line["bytes"] / line["even_bytes"]
+        self._say(
+            f"{line['drafts']:26}{line['batch']:6}  {line['routed']:.1f} routed experts in "
+            f"{line['router_calls']} router calls, {less:.1%} of the bytes of even choices"
+        )
+
     @property
     def has_other_texts(self) -> bool:
         """True if an output differs from one that it is guaranteed to equal."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.common.step_bytes import step_bytes, step_products
+from bench.common.step_bytes import expert_bytes, step_bytes, step_products
 from shared.boundary.backend import BackendSpec
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafter_spec import DrafterSpec
@@ -115,6 +115,19 @@ def test_step_bytes_count_expected_distinct_experts():
     assert all_of_them - one == 5 * expert
     two = step_bytes(blueprint_of(DrafterSpec.none(), config), plain, 2, 0)
     assert two - one == pytest.approx((8 * (1 - (5 / 8) ** 2) - 3) * expert, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b-fp8", "nemotron-3-nano"])
+def test_step_bytes_of_one_row_equal_counted_experts(name):
+    config = config_from_folder(SHAPES / name)
+    made = blueprint_of(DrafterSpec.none(), config)
+    layers = next(p for p in parameters(config, False) if p.name == "experts.down").shape[0]
+    chosen = layers * config.experts.top_k
+    one, two = (
+        step_bytes(made, TreeShape.plain(1), 1, 100, routed=x) for x in (chosen, 2 * chosen)
+    )
+    assert one == pytest.approx(step_bytes(made, TreeShape.plain(1), 1, 100), rel=1e-6)
+    assert two - one == pytest.approx(chosen * expert_bytes(made), rel=1e-6)
 
 
 def test_step_bytes_of_w8a16_count_codes_and_scales():
