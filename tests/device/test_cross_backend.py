@@ -10,7 +10,6 @@ A choice of cells that needs few compiled programs runs by default; the full pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -27,6 +26,7 @@ from tests.support.cells import (
     Cell,
     assert_cell,
 )
+from tests.support.closing_fixture import closing_fixture
 
 
 def full_product() -> list[Cell]:
@@ -56,11 +56,7 @@ CELLS = default_choice()
 MATRIX = [cell for cell in full_product() if cell not in CELLS]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends(SHAPES, lambda family, drafter: drafter)
-    yield made
-    made.close()
+backends = closing_fixture(lambda: Backends(SHAPES, lambda family, drafter: drafter))
 
 
 IN_JAX = (("qwen3_5", 0), ("qwen3_5", 3))

@@ -5,7 +5,6 @@ Requests and comparisons are those of `tests/device/test_cross_backend.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -27,6 +26,7 @@ from tests.support.block_tree_cells import (
     tree,
 )
 from tests.support.cells import GREEDY, SAMPLED, requests_of
+from tests.support.closing_fixture import closing_fixture
 from tests.support.drafter_cases import Fewer
 from tests.support.run_engine import drive
 from tests.support.tree_cells import cell
@@ -57,18 +57,10 @@ MATRIX = [
 ]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends(DEFAULT)
-    yield made
-    made.close()
+backends = closing_fixture(lambda: Backends(DEFAULT))
 
 
-@pytest.fixture(scope="module")
-def all_backends() -> Iterator[Backends]:
-    made = Backends(dict.fromkeys(product(FAMILIES, KINDS), SHAPES))
-    yield made
-    made.close()
+all_backends = closing_fixture(lambda: Backends(dict.fromkeys(product(FAMILIES, KINDS), SHAPES)))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -6,7 +6,6 @@ a small head can follow. Requests and comparisons are those of `tests/device/tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -45,6 +44,7 @@ from tests.support.cells import (
     requests_of,
     serve,
 )
+from tests.support.closing_fixture import closing_fixture
 from tests.support.contract_host import Host, prompt
 from tests.support.drafter_cases import Fewer
 from tests.support.golden_blocks import golden_block_head
@@ -53,12 +53,7 @@ from tests.support.run_engine import drive
 from tests.support.tiny_models import FAMILIES
 from tests.support.tree_recorder import Recorder
 
-
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 JAX_CELLS = [

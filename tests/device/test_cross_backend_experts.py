@@ -7,7 +7,6 @@ a time; the outputs are the same. JAX has the marker `matrix`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from shared.boundary.program import ProgramFeature
 from tests.support.backends import make_backend
 from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of
+from tests.support.closing_fixture import closing_fixture
 from tests.support.contract_host import contract_capacity
 from tests.support.ngram_texts import drafted, plain
 from tests.support.tiny_models import EXPERTS, MATRIX_ONLY, WITH_MTP
@@ -42,11 +42,9 @@ CELLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends({(family, drafter): SHAPES[drafter] for family, drafter in DRAFTERS}, head_of)
-    yield made
-    made.close()
+backends = closing_fixture(
+    lambda: Backends({(family, drafter): SHAPES[drafter] for family, drafter in DRAFTERS}, head_of)
+)
 
 
 def is_usual(one: TreeCell) -> bool:

@@ -7,11 +7,10 @@ are accepted in greedy decoding, so a difference in its computation lowers the a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell
+from tests.support.closing_fixture import closing_fixture
 from tests.support.tiny_models import DENSE
 from tests.support.tree_cells import TREES, cell, head_of
 
@@ -30,11 +29,9 @@ def each_family():
     return [pytest.param(family, marks=marks.get(family, ())) for family in DENSE]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends({(family, "STANDALONE"): SHAPES for family in DENSE}, head_of)
-    yield made
-    made.close()
+backends = closing_fixture(
+    lambda: Backends({(family, "STANDALONE"): SHAPES for family in DENSE}, head_of)
+)
 
 
 # Greedy chains of every family are in the last test.

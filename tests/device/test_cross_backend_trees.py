@@ -7,7 +7,6 @@ comparisons are those of `tests/device/test_cross_backend.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.cells import (
     oracle_of,
     serve,
 )
+from tests.support.closing_fixture import closing_fixture
 from tests.support.no_draft_after_accept_all import Starving
 from tests.support.tree_cells import TREES, TreeCell, cell, head_of
 
@@ -63,18 +63,10 @@ ALL = [
 MATRIX = [each for each in ALL if each not in CELLS]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends(DEFAULT, head_of)
-    yield made
-    made.close()
+backends = closing_fixture(lambda: Backends(DEFAULT, head_of))
 
 
-@pytest.fixture(scope="module")
-def all_backends() -> Iterator[Backends]:
-    made = Backends(dict.fromkeys(DRAFTERS, TREES), head_of)
-    yield made
-    made.close()
+all_backends = closing_fixture(lambda: Backends(dict.fromkeys(DRAFTERS, TREES), head_of))
 
 
 def is_in_jax(drafter: str) -> bool:

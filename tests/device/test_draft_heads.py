@@ -7,7 +7,6 @@ checked against the specification, drafts by the number that each step accepts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_implementations import HEADS
 from tests.support.limits import make_limits
@@ -114,11 +114,7 @@ class Backends:
             backend.close()
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def requests() -> list[Request]:

@@ -7,7 +7,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from shared.engine.request import SamplingParams
 from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES
 from shared.server.completions.sampling import make_sampling
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from tests.support.closing_fixture import closing_fixture
 from tests.support.http_fixtures import END
 from tests.support.in_process import Body
 from tests.support.plain_and_drafted import DRAFTS, House, accepted, answers, near, said
@@ -147,11 +148,7 @@ def limited(body: Body, limit: int | None) -> Body:
     return body if limit is None else body | {"speculative": {"max_draft_tokens": limit}}
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def check(house: House, chosen: list[tuple[str, int | None]]) -> None:

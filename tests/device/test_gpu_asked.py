@@ -5,7 +5,6 @@ python -m pytest -o addopts= -m gpu tests/device/test_gpu_asked.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from tests.support.run_engine import drive
 
 pytest.importorskip("llguidance", reason="grammars are those of llguidance")
 from tests.support import grammar_cases as grammar
+from tests.support.closing_fixture import closing_fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -30,11 +30,7 @@ DRAFTERS = [each for each in CASES if each[1] in ASKED]
 NUM_SCORES, CLOSE = 2, {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[grammar.Backends]:
-    made = grammar.Backends(make_gpu_backend)
-    yield made
-    made.close()
+backends = closing_fixture(lambda: grammar.Backends(make_gpu_backend))
 
 
 @pytest.mark.parametrize("framework", GPU_FRAMEWORKS)

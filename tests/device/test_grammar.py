@@ -5,14 +5,13 @@ The plain output with a grammar is that of a backend without a drafter, with one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason
 from tests.support.cache_policies import policy_of
+from tests.support.closing_fixture import closing_fixture
 from tests.support.drafter_cases import CASES
 from tests.support.grammar_cases import Backends, check_texts, engine_of, requests_of
 from tests.support.mutations import prover
@@ -36,11 +35,7 @@ class Preempting(Engine):
         return super().step()
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def test_grammar_output_reaches_stop(backends):

@@ -6,13 +6,12 @@ has the marker `matrix`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import FRAMEWORKS
 from tests.support.cells import BATCH, GREEDY, MODEL_SEEDS, Backends, requests_of
+from tests.support.closing_fixture import closing_fixture
 from tests.support.saved_mtp import SavedMtp
 from tests.support.tiny_models import write_tiny
 from tests.support.tree_cells import TREES, cell
@@ -22,11 +21,9 @@ CHAINS = tuple(TreeShape.chain(depth, BATCH) for depth in (1, 2, 3))
 TREE = TREES[2]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends({(x, "NEXTN"): (*CHAINS, TREE) for x in FAMILIES}, lambda family, name: name)
-    yield made
-    made.close()
+backends = closing_fixture(
+    lambda: Backends({(x, "NEXTN"): (*CHAINS, TREE) for x in FAMILIES}, lambda family, name: name)
+)
 
 
 @pytest.fixture(scope="module")

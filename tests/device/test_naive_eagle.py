@@ -5,7 +5,6 @@ Every text is the plain one of the same request, whatever ends it and whoever is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from shared.engine.request import FinishReason, Request
 from shared.spec import logprobs
 from tests.support.backends import FRAMEWORKS
+from tests.support.closing_fixture import closing_fixture
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tree_subjects import DRAFTED, NAIVE, TREE, Served, Server, name_of, request
 
@@ -31,11 +31,7 @@ PENALISED: dict = {
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
+served = closing_fixture(Served)
 
 
 # Of JAX, test_cross_backend.py compares longer chains, and test_cross_backend_trees.py trees; there

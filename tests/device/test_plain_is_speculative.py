@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
+from tests.support.closing_fixture import closing_fixture
 from tests.support.in_process import Body
 from tests.support.plain_and_drafted import DRAFTS, House, accepted, answers, near, said
 from tests.support.random_requests import BATCH, prompt_of
@@ -42,11 +41,7 @@ def cached(found: list[Body]) -> list[int]:
     return [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 RUNS = [("reference", name, ()) for name in ("NEXTN", "NGRAM")]

@@ -7,11 +7,12 @@ A default run serves some tens of requests in numpy and with torch; `-m matrix` 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.support.closing_fixture import closing_fixture
 from tests.support.equality import TALLY, assert_few_excused
 from tests.support.random_requests import (
     DRAFTERS,
@@ -50,11 +51,7 @@ MOST_USED = ("qwen2", "qwen3_5_moe", "deepseek_v3")
 """Families of windows, experts and latent attention that a default run serves at random."""
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def serve_at_random(backends: Backends, count: int, number: int, strategy) -> None:

@@ -8,7 +8,7 @@ early ends, penalties, biases and filters, and alternates the shapes of trees.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from itertools import product
 
@@ -20,6 +20,7 @@ from shared.boundary.shm_allgather import ShmAllGather
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.engine.request import SamplingParams
 from tests.support.backends import drafts_of
+from tests.support.closing_fixture import closing_fixture
 from tests.support.contract_host import (
     CHAIN,
     SAMPLED,
@@ -67,11 +68,7 @@ TIGHT = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def asked(length: int, sampling: SamplingParams, arrives: int = 0, choices: int = 1) -> Asked:

@@ -6,7 +6,7 @@ trees of the device's drafter, in shapes of which JAX would compile too many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from shared.boundary.backend import StepResult
 from shared.spec import acceptance, draft_tree
 from tests.support import contract_host
+from tests.support.closing_fixture import closing_fixture
 from tests.support.contract_host import (
     GREEDY,
     PAGE_SIZE,
@@ -33,11 +34,7 @@ from torch_impl.ops.sampling import acceptance as torch_acceptance
 either_tree = pytest.mark.parametrize("shape", [TREE, NARROW], ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
+served = closing_fixture(Served)
 
 
 @pytest.fixture(params=DRAFTED)

@@ -18,6 +18,7 @@ from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from tests.support import contract_host
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.contract_host import (
     SAMPLED,
     SHARED,
@@ -61,11 +62,7 @@ PROMPTS = [prompt(70 + n, 9 + 6 * n) for n in range(len(HOWS))]
 STEPS = 8
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 def served(

@@ -15,6 +15,7 @@ from shared.engine.adaptive.policy import PolicyInput
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.run_engine import drive
 from tests.support.tree_subjects import DRAFTED, Served, request, tree_capacity
 
@@ -39,11 +40,7 @@ def requests() -> list:
     ]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    found = Served()
-    yield found
-    found.close()
+served = closing_fixture(Served)
 
 
 def serve(backend: Backend, overlap: int) -> tuple[dict, list[int]]:

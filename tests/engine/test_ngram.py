@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -24,6 +24,7 @@ from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.limits import make_limits
 from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
@@ -101,11 +102,7 @@ class Served:
             backend.close()
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    made = Served()
-    yield made
-    made.close()
+served = closing_fixture(Served)
 
 
 def again(request: Request) -> Request:

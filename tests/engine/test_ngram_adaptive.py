@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -21,6 +20,7 @@ from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.run_engine import drive
 from tests.support.tree_subjects import BATCH, DRAFTED, Served, request, tree_capacity
 
@@ -135,11 +135,7 @@ def requests() -> list:
     ]
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    found = Served()
-    yield found
-    found.close()
+served = closing_fixture(Served)
 
 
 NEVER, ALWAYS = [1.0, 50.0, 90.0, 0.5], [1.0, 1e-3, 1e-2, 50.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from shared.engine.step_trace import accepted_path
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support import random_requests
+from tests.support.closing_fixture import closing_fixture
 from tests.support.random_requests import CHAIN, TREE, Asked, Server
 from tests.support.random_serving import Backends, check, serve
 from tests.support.run_engine import Outcome, drive
@@ -134,11 +135,7 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def backends() -> Iterator[Backends]:
-    made = Backends()
-    yield made
-    made.close()
+backends = closing_fixture(Backends)
 
 
 @pytest.mark.parametrize(("framework", "case"), RUNS)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.closing_fixture import closing_fixture
 from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, save_tokenizer, serving
 from tests.support.tiny_models import write_tiny
 
@@ -58,11 +59,7 @@ class Listener:
         self._socket.close()
 
 
-@pytest.fixture(scope="module")
-def listener() -> Iterator[Listener]:
-    made = Listener()
-    yield made
-    made.close()
+listener = closing_fixture(Listener)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -22,18 +21,14 @@ from shared.engine.engine import Engine
 from shared.spec import logprobs, sampling
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
+from tests.support.closing_fixture import closing_fixture
 from tests.support.equality import Oracle, spec_sampling
 from tests.support.known_distribution_target import LIMIT, chi_square_deviation
 from tests.support.rejection_sampling_hybrid import KINDS, PROMPT, Rejecting, requests
 from tests.support.run_engine import drive
 from tests.support.tree_subjects import CHAIN, DRAFTED, Served, request, tree_capacity
 
-
-@pytest.fixture(scope="module")
-def rejecting() -> Iterator[Rejecting]:
-    made = Rejecting()
-    yield made
-    made.close()
+rejecting = closing_fixture(Rejecting)
 
 
 # XLA compiles a rule for one backend only; the other rule differs by an operation that
