@@ -26,7 +26,7 @@ from shared.boundary.backend import (
     StepWork,
 )
 from shared.boundary.draft_sources import DraftSources
-from shared.boundary.grammar_bitmask import GrammarBitmask
+from shared.boundary.grammar_bitmask import GrammarBitmask, mask_words
 from shared.boundary.images import EncodeImage, ImageInputs
 from shared.boundary.ngram_table import NgramScopes
 from shared.boundary.program import Program, ProgramFeature, StepKind
@@ -286,11 +286,6 @@ SCORES = tuple(f"score_{name}" for name in PromptLogprobs._fields)
 def has_plan_rows(name: str) -> bool:
     """Returns True if a field of a result has one row per row of the plan."""
     return name not in SCORES and not name.startswith("kv_")
-
-
-def mask_words(vocab: int) -> int:
-    """Returns the int32 elements in the token bitmask of one node, one bit per token."""
-    return -(-vocab // 32)
 
 
 def empty_plan(program: Program, capacity: BackendLimits) -> StepPlan:

@@ -15,3 +15,8 @@ class GrammarBitmask:
 
     bits: Int32[np.ndarray, "Q words"]
     index: Int32[np.ndarray, "B N"]
+
+
+def mask_words(vocab: int) -> int:
+    """Returns the int32 elements in the token bitmask of one node, one bit per token."""
+    return -(-vocab // 32)

@@ -30,12 +30,10 @@ from jaxtyping import Int32
 
 from shared.boundary.transfer_spec import WORD_BYTES, Arrays, TransferSpec
 from shared.models.cache_spec import ITEM_BYTES
+from shared.models.image_processor import DIGEST_BYTES
 
 VERSION = 3
 """Version of header and body."""
-
-DIGEST_BYTES = 32
-"""Bytes of an image's digest."""
 
 CHECKSUM_BYTES = 1 << 24
 """Bytes of the body in each CRC-32 of its checksum."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import BackendLimits
-from shared.boundary.program import ProgramFeature
 from shared.engine.image_inputs import PromptImage
 from shared.engine.request import InvalidRequestError, SamplingParams
 
@@ -47,26 +45,6 @@ class RequestLimits:
     structured_outputs: bool = False
     image_token: int | None = None
     max_image_tokens: int = 0
-
-    @classmethod
-    def of(cls, capacity: BackendLimits, max_request_tokens: int) -> RequestLimits:
-        """Returns the limits that a backend's capacity implies."""
-        has_logprobs = any(program.has(ProgramFeature.LOGPROBS) for program in capacity.programs)
-        images = capacity.images
-        return cls(
-            context_length=capacity.context_length,
-            max_request_tokens=max_request_tokens,
-            vocab_size=capacity.vocab,
-            max_stop_token_ids=capacity.max_stop_ids,
-            max_logit_bias_entries=capacity.max_bias,
-            max_logprobs=capacity.max_logprobs if has_logprobs else None,
-            max_prompt_logprobs=capacity.max_scores,
-            structured_outputs=any(
-                program.has(ProgramFeature.MASK) for program in capacity.programs
-            ),
-            image_token=None if images is None else images.vision.image_token,
-            max_image_tokens=capacity.max_image_tokens,
-        )
 
     @property
     def room(self) -> str:

@@ -16,7 +16,7 @@ from shared.boundary.transfer_spec import TRANSFERS
 from shared.engine.adapter_slots import AdapterSlots, HostAdapter
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
-from shared.engine.checks import RequestLimits, check
+from shared.engine.checks import check
 from shared.engine.controller import Controller, Gauges
 from shared.engine.encoder_cache import EncoderCache
 from shared.engine.image_inputs import MropePositions
@@ -25,6 +25,7 @@ from shared.engine.metrics import REQUESTS, Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, InvalidRequestError, Request
+from shared.engine.request_limits import request_limits
 from shared.engine.rows import ScheduledRows
 from shared.engine.scheduler import Scheduler
 from shared.engine.step_trace import trace_of
@@ -97,7 +98,7 @@ class Engine:
             raise ValueError(f"overlap must be in 0..{capacity.overlap}, got {overlap}")
         self.backend, self.controller, self._overlap = backend, controller, overlap
         self.adapters = AdapterSlots(capacity, adapters)
-        self._request_limits = RequestLimits.of(capacity, capacity.context_length)
+        self._request_limits = request_limits(capacity, capacity.context_length)
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
         self.cache = PrefixCache(capacity, self.allocator, cache, overlap)

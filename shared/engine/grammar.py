@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.buffers import mask_words
+from shared.boundary.grammar_bitmask import mask_words
 from shared.text.grammar_errors import BROKEN, NO_TOKEN
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from shared.boundary.backend import BackendLimits, HostDraft, StepResult
-from shared.boundary.buffers import mask_words
+from shared.boundary.grammar_bitmask import mask_words
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.engine.controller import (
     Controller,

@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from shared.boundary.kv_transfer import DIGEST_BYTES
+from shared.models.image_processor import DIGEST_BYTES
 from shared.spec.mrope import mrope_positions
 
 

@@ -24,6 +24,9 @@ LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 LOW_DETAIL_PIXELS = 512 * 512
 """Maximum pixels of an image sent with `detail: "low"`, as in OpenAI's API."""
 
+DIGEST_BYTES = 32
+"""Bytes of an image's digest."""
+
 BICUBIC = 3
 """Pillow's number of the bicubic filter, which config files use too."""
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from shared.boundary.backend import Backend
 from shared.boundary.kernel_coverage import fallback_gauges
-from shared.engine.checks import RequestLimits
 from shared.engine.engine import Engine
+from shared.engine.request_limits import request_limits
 from shared.options.options import Options
 from shared.process import gc_freeze, logs, loop
 from shared.process.adapter_loads import AdapterHandler
@@ -142,7 +142,7 @@ def server_info(start: ValidatedStartup, listeners: Listeners) -> ServerInfo:
         model_name=server.served_model_name or folder.name,
         model_folder=str(folder),
         chat_template=options.model.chat_template,
-        limits=RequestLimits.of(capacity, memory.max_request_tokens),
+        limits=request_limits(capacity, memory.max_request_tokens),
         eos_ids=model.eos_ids,
         sampling_defaults=start.defaults,
         max_open_requests=None if queued is None else capacity.num_slots - 1 + queued,

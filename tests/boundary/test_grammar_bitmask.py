@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import BackendLimits, StepPlan
-from shared.boundary.buffers import mask_words
 from shared.boundary.checks import check_capacity
+from shared.boundary.grammar_bitmask import mask_words
 from shared.boundary.program import ProgramFeature, StepKind
 from shared.drafts.drafter_spec import DrafterSpec
 from tests.support.contract_host import (

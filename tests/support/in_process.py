@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import httpx
 
-from shared.engine.checks import RequestLimits
 from shared.engine.engine import Engine
+from shared.engine.request_limits import request_limits
 from shared.models.sampling import SamplingDefaults
 from shared.process.ipc_messages import (
     FrameReader,
@@ -52,7 +52,7 @@ class InProcess:
         self.facts = ServerInfo(
             model_name="tiny",
             model_folder="",
-            limits=RequestLimits.of(capacity, capacity.context_length),
+            limits=request_limits(capacity, capacity.context_length),
             eos_ids=eos_ids,
             sampling_defaults=SamplingDefaults(),
             max_open_requests=None,

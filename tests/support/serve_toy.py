@@ -10,7 +10,7 @@ import tempfile
 import time
 
 from shared.boundary.backend import StepPlan
-from shared.engine.checks import RequestLimits
+from shared.engine.request_limits import request_limits
 from shared.models.sampling import SamplingDefaults
 from shared.process import loop
 from shared.process.address import Listeners, bind
@@ -48,7 +48,7 @@ def main() -> int:
         facts = ServerInfo(
             model_name="toy",
             model_folder=folder,
-            limits=RequestLimits.of(capacity, capacity.context_length),
+            limits=request_limits(capacity, capacity.context_length),
             eos_ids=(),
             sampling_defaults=SamplingDefaults(),
             max_open_requests=None,
