@@ -90,9 +90,8 @@ def with_adapters(
         changes: dict[str, Any] = {}
         for field in record._fields:
             value, name = getattr(record, field), f"{stack}{field}"
-            if isinstance(value, Matrix) and name in adapters:
-                own = RowAdapters(adapters[name], slots, index)
-                changes[field] = value._replace(lora=own)
+            if isinstance(value, Matrix):
+                changes[field] = with_row_adapters(value, name, index, adapters, slots)
             elif isinstance(value, LatentWeights):
                 changes[field] = adapted(value, stack, index)
             elif isinstance(value, ParallelMLP):
@@ -105,3 +104,22 @@ def with_adapters(
         parallel=adapted(layer.parallel, parallel, at.parallel_index),
         feed=adapted(layer.feed, f"{at.mlp}.", at.mlp_index),
     )
+
+
+def with_row_adapters(
+    matrix: Matrix,
+    name: str,
+    index: int,
+    adapters: Adapters,
+    slots: Int[jax.Array, " R"] | None,
+) -> Matrix:
+    """Returns a matrix with its adapters of a pass, if it has some.
+
+    Args:
+      matrix: The matrix.
+      name, index: Name of its parameter, and its layer in the stack.
+      adapters, slots: See `with_adapters`.
+    """
+    if slots is None or name not in adapters:
+        return matrix
+    return matrix._replace(lora=RowAdapters(adapters[name], slots, index))

@@ -86,9 +86,8 @@ def with_adapters(
         changes: dict[str, Any] = {}
         for field in fields(record):
             value, name = getattr(record, field.name), f"{stack}{field.name}"
-            if isinstance(value, Matrix) and name in adapters:
-                own = RowAdapters(adapters[name].at(index), slots)
-                changes[field.name] = replace(value, lora=own)
+            if isinstance(value, Matrix):
+                changes[field.name] = with_row_adapters(value, name, index, adapters, slots)
             elif isinstance(value, LatentWeights):
                 changes[field.name] = adapted(value, stack, index)
             elif isinstance(value, ParallelMLP):
@@ -102,3 +101,22 @@ def with_adapters(
         parallel=adapted(layer.parallel, parallel, at.parallel_index),
         feed=adapted(layer.feed, f"{at.mlp}.", at.mlp_index),
     )
+
+
+def with_row_adapters(
+    matrix: Matrix,
+    name: str,
+    index: int,
+    adapters: Adapters,
+    slots: Int[Tensor, " R"] | None,
+) -> Matrix:
+    """Returns a matrix with its adapters of a pass, if it has some.
+
+    Args:
+      matrix: The matrix.
+      name, index: Name of its parameter, and its layer in the stack.
+      adapters, slots: See `with_adapters`.
+    """
+    if slots is None or name not in adapters:
+        return matrix
+    return replace(matrix, lora=RowAdapters(adapters[name].at(index), slots))

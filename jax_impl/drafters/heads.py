@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.adapters import with_adapters
+from jax_impl.adapters import with_adapters, with_row_adapters
 from jax_impl.layers import FEEDS, AttentionContext, Hidden, attention, output_and_mlp
 from jax_impl.model import Forward, Model, lm_head_input
 from jax_impl.model_weights import BlockWeights, HeadWeights, Layer
@@ -29,6 +29,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
 from shared.models.mixers import SelfAttentionConfig
+from shared.models.mtp import MTP_FC
 
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]
@@ -91,11 +92,12 @@ def mtp(model: Model) -> Head:
     ) -> tuple[Hidden, KV]:
         slots = None if adapters is None else adapters[rows.request]
         layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
+        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, slots)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = product(jnp.concatenate([embedded, normed], axis=1), weights.fc)
+        joined = product(jnp.concatenate([embedded, normed], axis=1), fc)
         joined = all_gather.all_gather(group, joined)
         stream = linear.stream(joined, layer.input_norm, None, group)
         qkv = rmsnorm_linear(stream, eps, layer.mixer.inputs)

@@ -18,7 +18,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.transfer_spec import STEP_BYTES, WORD_BYTES, ExportKV, ImportKV
 from shared.models.cache_spec import ITEM_BYTES
 from shared.models.lora_shapes import AdapterArrays, AdapterShapes
-from shared.models.mtp import MTP_LAYER
+from shared.models.mtp import MTP
 from shared.spec.draft_tree import TreeShape
 
 WORDS = "adapter_words"
@@ -75,7 +75,7 @@ class AdapterPoolSpec:
 
         Steps that only draft are included if the MTP layer has adapters.
         """
-        adapts_mtp = any(x.parameter.name.startswith(MTP_LAYER) for x in self.shapes)
+        adapts_mtp = any(x.parameter.name.startswith(MTP) for x in self.shapes)
         return (StepKind.PREFILL, StepKind.DECODE, *([StepKind.DRAFT] if adapts_mtp else []))
 
     def local(self, tp_rank: int, count: int) -> dict[str, AdapterShapes]:
@@ -121,7 +121,7 @@ class AdapterPoolSpec:
         """Yields each array of a load step, and the range of its words."""
         first = word = 0
         for shapes in self.shapes:
-            last = first + shapes.parameter.shape[0]
+            last = first + shapes.stack[0]
             low, high = max(first, program.blocks.start), min(last, program.blocks.stop)
             if low < high:
                 layers = slice(low - first, high - first)
@@ -152,7 +152,7 @@ class AdapterPoolSpec:
         """Bytes of each layer of each parameter."""
         item_bytes, each = ITEM_BYTES[self.dtype], []
         for shapes in self.shapes:
-            count = shapes.parameter.shape[0]
+            count = shapes.stack[0]
             each += [shapes.num_bytes(item_bytes) // count] * count
         return each
 

@@ -115,7 +115,7 @@ class Adapter:
         made["factors"][:] = 1
         arrays = AdapterArrays(**made)
         for module, stored in self._found(shapes.parameter):
-            if len(module.index) == len(shapes.parameter.shape) - 2:
+            if len(module.index) == len(shapes.stack) - 2:
                 self._fill(arrays, shapes, module, stored, base)
             else:
                 self._fill_experts(arrays, shapes, module, stored)

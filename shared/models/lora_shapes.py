@@ -23,7 +23,7 @@ RANK_ALIGNMENT = 16
 WEIGHT = ".weight"
 MATRICES = (
     *("inputs", "out", "queries", "gate_up", "down", "router", "shared_gate_up", "shared_down"),
-    *("latent_in", "latent_out", "parallel_gate_up", "parallel_down"),
+    *("latent_in", "latent_out", "parallel_gate_up", "parallel_down", "fc"),
 )
 """Last names of parameters that may have adapters."""
 
@@ -68,17 +68,22 @@ class AdapterShapes:
     parameter: Parameter
     rank: int
 
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Shape of the parameter as a stack of layers; an unstacked one is a stack of one."""
+        return self.parameter.shape if self.parameter.stacked else (1, *self.parameter.shape)
+
     @cached_property
     def parts(self) -> tuple[int, ...]:
         """Outputs of each part."""
-        index = (0,) * (len(self.parameter.shape) - 2)
+        index = (0,) * (len(self.stack) - 2)
         first = [each for each in modules(self.parameter) if each.index == index]
         return tuple(each.tensor.taken_shape[0] for each in first)
 
     @property
     def arrays(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of each array of `AdapterArrays`."""
-        *lead, outputs, inputs = self.parameter.shape
+        *lead, outputs, inputs = self.stack
         ranks = len(self.parts) * self.rank
         shapes = {"a": (ranks, inputs), "b": (outputs, self.rank), "scales": (ranks,)}
         return {name: (*lead, *x) for name, x in (shapes | {"factors": (outputs,)}).items()}

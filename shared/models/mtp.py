@@ -7,8 +7,14 @@ decoder layer. Embedding and LM head are the target's.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-MTP_LAYER = "mtp.layer."
+MTP = "mtp."
+"""Prefix of the parameters of the layer."""
+
+MTP_LAYER = f"{MTP}layer."
 """Prefix of the parameters of its decoder layer."""
+
+MTP_FC = f"{MTP}fc"
+"""Projection of the concatenated embedding and hidden state."""
 
 
 @dataclass(frozen=True, kw_only=True)

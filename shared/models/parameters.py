@@ -15,7 +15,7 @@ from shared.models import per_layer
 from shared.models.config import ModelConfig
 from shared.models.groups import group, parallel_groups
 from shared.models.layers import LayerConfig
-from shared.models.mtp import MTP_LAYER, MtpLayers
+from shared.models.mtp import MTP_FC, MTP_LAYER, MtpLayers
 from shared.models.parameter import CheckpointTensor, Parameter
 from shared.models.stacks import by_columns, head_of, norms_of, single, single_norm, stack
 
@@ -172,7 +172,7 @@ def _mtp_parameters(config: ModelConfig, mtp: MtpLayers) -> list[Parameter]:
         "final_norm": stored.final_norm,
     }
     return [
-        by_columns("mtp.fc", mtp.tensor(stored.fc), (hidden, 2 * hidden)),
+        by_columns(MTP_FC, mtp.tensor(stored.fc), (hidden, 2 * hidden)),
         *(
             single_norm(f"mtp.{name}", mtp.tensor(tensor), hidden, config.norm_centre)
             for name, tensor in norms.items()

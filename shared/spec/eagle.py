@@ -8,7 +8,7 @@ length, and the next extend overwrites them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,13 +17,14 @@ from jaxtyping import Float, Int, Shaped
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.mixers import SelfAttentionConfig
-from shared.spec import layers, model
+from shared.models.mtp import MTP_FC
+from shared.spec import layers, linear, model
 from shared.spec.attention import AttentionRows
 from shared.spec.cache_pools import KV
 from shared.spec.draft_tree import TreeShape
 from shared.spec.layers import ImageEmbeds
-from shared.spec.linear import NormedStream
-from shared.spec.lora import BatchAdapters, with_adapters
+from shared.spec.linear import Matrix, NormedStream
+from shared.spec.lora import LORA, BatchAdapters, with_adapters
 from shared.spec.model import Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
 from shared.spec.tree_growth import DraftRequests, Logits, Rank, Tokens, Tree, grow
@@ -63,7 +64,9 @@ def mtp(
     embeds = layers.embed_tokens(weights["embed"], tokens, shown)
     embeds = model.norm(config, embeds, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
-    x = layers.linear(np.concatenate([embeds, normed], axis=1), weights["mtp.fc"])
+    adapters = weights.get(f"{MTP_FC}{LORA}")
+    fc = replace(Matrix.plain(weights[MTP_FC]), lora=adapters and adapters.at(0))
+    x = linear.product(np.concatenate([embeds, normed], axis=1), fc)
     y = model.norm(config, x, weights["mtp.layer.input_norm"][0])
     x, kv = _decoder_layer(config, weights, "mtp.layer.", x, y, rows, kv)
     out = model.norm(config, x, weights["mtp.final_norm"])

@@ -76,8 +76,8 @@ def test_adapted_mtp_accepts_tokens_of_merged_model(tmp_path: Path) -> None:
     config = write_tiny(base, "qwen3_5", 3)
     modules = module_names(base, parameters(config, True))
     target = [name for name in modules if not name.startswith("mtp.")]
-    whole = write_adapter(tmp_path / "whole", base, modules, alpha=3)
-    part = write_adapter(tmp_path / "part", base, target, alpha=3)
+    whole = write_adapter(tmp_path / "whole", base, modules, alpha=6)
+    part = write_adapter(tmp_path / "part", base, target, alpha=6)
     merged = write_merged(tmp_path / "merged", base, whole)
 
     def accepted(folder: Path, name: str, words: Sequence[str] = ()) -> float:

@@ -16,7 +16,8 @@ from shared.boundary.tp_group import TPGroup
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
 from shared.models.mixers import SelfAttentionConfig
-from torch_impl.adapters import with_adapters
+from shared.models.mtp import MTP_FC
+from torch_impl.adapters import with_adapters, with_row_adapters
 from torch_impl.layers import (
     FEEDS,
     AttentionContext,
@@ -98,13 +99,12 @@ def mtp(model: Model) -> Head:
     ) -> Hidden:
         slots = None if adapters is None else adapters[rows.request]
         layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
+        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, slots)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = all_gather.all_gather(
-            group, product(torch.cat([embedded, normed], dim=1), weights.fc)
-        )
+        joined = all_gather.all_gather(group, product(torch.cat([embedded, normed], dim=1), fc))
         stream = linear.stream(joined, layer.input_norm, None, group)
         qkv = rmsnorm_linear(stream, eps, layer.mixer.inputs)
         x = _through(config, like, (layer,), frequencies, qkv, stream, rows, kv)
