@@ -101,6 +101,10 @@ class TransferSteps:
         """Steps to submit."""
         return len(self._left)
 
+    def clear(self) -> None:
+        """Removes the steps that are not submitted, and the references to their records."""
+        self._left.clear()
+
     @property
     def are_done(self) -> bool:
         """True once the results of all steps are known."""
@@ -190,6 +194,7 @@ class TransferJob:
         """
         if self.is_open:
             self.failed = CANCELLED
+            self._steps.clear()
             self._context.cache.transfers.close(self._lease)
 
     def next_step(self) -> TransferStep:

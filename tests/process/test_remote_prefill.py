@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -42,6 +43,7 @@ class Fetches:
         self.error: Exception | None = None
         self.permitted, self.memory = threading.Event(), Fetched()
         self.parts: tuple[int, ...] = ()
+        self.new_memory: type[Fetched] | None = None
         self.prefixes: list[PromptKey] = []
         self.deadlines: list[Deadline] = []
 
@@ -55,7 +57,8 @@ class Fetches:
         assert self.permitted.wait(10)
         if self.error is not None:
             raise self.error
-        yield record_of(prefix.tokens, prefix.namespace, first_page=first), self.memory
+        memory = self.new_memory() if self.new_memory else self.memory
+        yield record_of(prefix.tokens, prefix.namespace, first_page=first), memory
 
 
 class Case:
@@ -134,6 +137,31 @@ def test_parts_are_imported_as_they_arrive(case):
     assert (ends, len(case.transfer.jobs)) == ([8, 16, 20], 1)
     assert case.fetches.memory.num_released == 3
     assert case.failures() == {}
+
+
+class Mapped(Fetched):
+    """Memory that reports the thread that frees it."""
+
+    freed_by: ClassVar[list[str]] = []
+
+    def __del__(self) -> None:
+        self.freed_by.append(threading.current_thread().name)
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_record_is_unmapped_by_another_thread(case, is_aborted):
+    """That takes longer than a decode step."""
+    case.fetches.new_memory = Mapped
+    Mapped.freed_by.clear()
+    case.take(1)
+    case.arrived()
+    if is_aborted:
+        assert case.queue.drop(1)
+    else:
+        case.transfer.jobs[0].is_done = True
+        assert case.ready() == [1]
+    assert wait_until(lambda: bool(Mapped.freed_by))
+    assert Mapped.freed_by[0].startswith("kv records")
 
 
 def test_lost_part_cancels_import(case):

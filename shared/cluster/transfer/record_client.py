@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from mmap import ACCESS_COPY, mmap
 
-import numpy as np
-
 from shared.cluster.transfer.counters import TransferCounters
 from shared.cluster.transfer.deadline import Deadline, receive, receive_into, send
 from shared.cluster.transfer.errors import (
@@ -154,7 +152,7 @@ class RecordClient:
         if connection.family == socket.AF_UNIX:
             return SHM, _mapped_body(connection, num_bytes, deadline)
         _check_reply(receive(connection, REPLY.size, deadline), num_bytes)
-        body = np.empty(num_bytes, np.uint8).data
+        body = _new_body(num_bytes)
         receive_into(connection, body, deadline)
         return TCP, body
 
@@ -253,6 +251,11 @@ def _request(connection: socket.socket, ticket: Ticket, form: bytes, deadline: D
             raise ConnectionResetError("closed by the other side")
 
 
+def _new_body(num_bytes: int) -> memoryview:
+    """Returns new memory; unlike an array's it is freed without the GIL."""
+    return memoryview(mmap(-1, num_bytes)) if num_bytes else _EMPTY
+
+
 def _read_body(
     connection: socket.socket, num_bytes: int, agent: MemoryAgent, deadline: Deadline
 ) -> memoryview:
@@ -261,7 +264,7 @@ def _read_body(
     if length > MAX_OFFER_BYTES:
         raise TransferError(LOST, f"the offer has {length} bytes; at most {MAX_OFFER_BYTES} fit")
     offer = receive(connection, length, deadline)
-    body = np.empty(num_bytes, np.uint8).data
+    body = _new_body(num_bytes)
     agent.read(offer, body, deadline)
     send(connection, READ, deadline)
     return body

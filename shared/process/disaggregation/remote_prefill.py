@@ -81,14 +81,15 @@ class PendingPrefill:
         """Removes the next part, which the import has."""
         self._arrived.popleft()
 
-    def release(self) -> None:
-        """Releases the memory of all parts, also of those that are still to arrive."""
+    def release(self) -> list[FetchedRecord]:
+        """Releases all parts, also those that are still to arrive; returns those that have."""
         with self._lock:
             self._is_over = True
             self._arrived.clear()
             held, self._held = self._held, []
         for each in held:
             each.release()
+        return held
 
 
 class RemotePrefill:
@@ -116,6 +117,7 @@ class RemotePrefill:
         self._transfer, self._fetch, self._notify = transfer, fetch, notify
         self._min_tokens, self._timeout_s, self._counters = min_tokens, timeout_s, counters
         self._threads = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="remote prefill")
+        self._unmapping = ThreadPoolExecutor(1, thread_name_prefix="kv records")
         self._pending: dict[bytes, PendingPrefill] = {}
 
     @property
@@ -168,7 +170,7 @@ class RemotePrefill:
                 is_over = True
             if is_over:
                 if pending.job is not None:
-                    ids = (each.request_id for each in pending.requests)
+                    ids = [each.request_id for each in pending.requests]
                     self._transfer.assign(pending.job, ids)
                 self._end(pending)
                 yield from pending.requests
@@ -178,6 +180,7 @@ class RemotePrefill:
         for pending in tuple(self._pending.values()):
             self._cancel(pending)
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._unmapping.shutdown(wait=False)
 
     def _start(self, prefix: PromptKey) -> PendingPrefill:
         expires = time.monotonic() + self._timeout_s + GRACE_S
@@ -257,7 +260,9 @@ class RemotePrefill:
         if not pending.result.done():
             pending.deadline.cancel()
             pending.result.cancel()
-        pending.release()
+        held, pending.job = pending.release(), None
+        # The last reference unmaps the memory, which takes 125 ms for 1.2 GB; requests decode.
+        self._unmapping.submit(held.clear)
 
 
 def _without_frames(error: Failure) -> Failure:
