@@ -32,11 +32,13 @@ class HostAdapter:
       adapter: Its name and version.
       folder: Folder of its files.
       words: Words of each load step; see `AdapterPoolSpec.pack`.
+      notes: Sentences on tensors that do not affect the text.
     """
 
     adapter: AdapterVersion
     folder: str
     words: tuple[Int32[np.ndarray, " words"], ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)

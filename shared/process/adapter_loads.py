@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -78,11 +79,11 @@ class AdapterHandler:
                 self._reading.append((ticket, read))
                 continue
             try:
-                self._slots.add(read.result())
+                self._slots.add(adapter := read.result())
             except InvalidRequestError as refusal:
                 self._refuse(ticket, refusal)
             else:
-                self._list(ticket)
+                self._list(ticket, adapter.notes)
         leaving, self._leaving = self._leaving, []
         for ticket, name in leaving:
             if self._slots.is_removed(name):
@@ -92,8 +93,9 @@ class AdapterHandler:
         due, self._answers = self._answers, []
         return due
 
-    def _list(self, ticket: int) -> None:
-        self._answers.append(["reply", ticket, {**self._slots.folders}, None, None])
+    def _list(self, ticket: int, notes: Sequence[str] = ()) -> None:
+        found = {"folders": {**self._slots.folders}, "notes": [*notes]}
+        self._answers.append(["reply", ticket, found, None, None])
 
     def _refuse(self, ticket: int, refusal: InvalidRequestError) -> None:
         self._answers.append(["reply", ticket, {}, str(refusal), refusal.field])

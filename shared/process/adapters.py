@@ -86,11 +86,15 @@ class AdapterFiles:
     def notes(self) -> Iterator[str]:
         """Startup notes on tensors that do not affect the text."""
         for name, adapter in self.opened.items():
-            if any(adapter.adapts(parameter) for parameter in adaptable(self.unused)):
-                yield (
-                    f"adapter {name} changes the MTP layer, which is not used without "
-                    "--speculative-algorithm NEXTN; the text does not depend on it"
-                )
+            yield from self.notes_of(name, adapter)
+
+    def notes_of(self, name: str, adapter: Adapter) -> Iterator[str]:
+        """Yields the notes on one adapter."""
+        if any(adapter.adapts(parameter) for parameter in adaptable(self.unused)):
+            yield (
+                f"adapter {name} changes the MTP layer, which is not used without "
+                "--speculative-algorithm NEXTN; the text does not depend on it"
+            )
 
     @property
     def max_rank(self) -> int:
@@ -155,4 +159,5 @@ class AdapterReader:
         base = base_weights(self.base)
         arrays = {x.parameter.name: adapter.arrays(x, base) for x in self.pool.shapes}
         version = AdapterVersion(name, adapter.version)
-        return HostAdapter(version, str(adapter.folder), self.pool.pack(arrays))
+        notes = tuple(self.files.notes_of(name, adapter))
+        return HostAdapter(version, str(adapter.folder), self.pool.pack(arrays), notes)

@@ -3,18 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shared.boundary.program import ProgramFeature, StepKind
+from shared.engine.adapter_slots import AdapterSlots
 from shared.models.weight_files import CheckpointError
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
+from shared.process.adapter_loads import AdapterHandler
 from shared.process.device import Device
 from shared.process.start import ValidatedStartup, prepare
 from shared.process.startup_report import start_notes
 from tests.support.lora_files import adapter_weights, write_adapter
+from tests.support.polling import wait_until
 from tests.support.serve_reference import PLATFORM
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -73,11 +77,16 @@ def test_adapters_of_mtp_layer_follow_nextn(drafter: str, tmp_path: Path) -> Non
     names = {each.parameter.name for each in capacity.adapters.shapes}
     assert names == {"mlp.down", *(["mtp.layer.mlp.down"] if is_nextn else [])}
     assert (StepKind.DRAFT in capacity.adapters.step_kinds) is is_nextn
+    replies: list[Any] = []
     notes = [note for note in start_notes(start) if "changes the MTP layer" in note]
     assert [note.split(",")[0] for note in notes] == (
         [] if is_nextn else ["adapter both changes the MTP layer"]
     )
-    assert start.adapter_reader.read("both", str(folder)).words
+    handler = AdapterHandler(AdapterSlots(capacity), start.adapter_reader)
+    handler.load(7, "both", str(folder))
+    assert wait_until(lambda: bool(replies.extend(handler.answers()) or replies))
+    found = {"folders": {"both": str(folder)}, "notes": notes}
+    assert replies == [["reply", 7, found, None, None]]
 
 
 def test_reader_versions_follow_files() -> None:

@@ -128,10 +128,10 @@ class AdminRoutes:
 
     async def _adapters(self, *message: str) -> Response:
         """Sends a message; returns the adapters, which the routes serve from then on."""
-        loaded, served = await self._ask(message), self._client.facts.adapters
+        found, served = await self._ask(message), self._client.facts.adapters
         served.clear()
-        served.update(loaded)
-        answer = {"success": True, "loaded_adapters": loaded}
+        served.update(found["folders"])
+        answer = {"success": True, "loaded_adapters": found["folders"], "notes": found["notes"]}
         return Response(json.dumps(answer), media_type="application/json")
 
     def _check_key(self, request: Request) -> None:

@@ -406,10 +406,11 @@ class KVTicket(ResponseModel):
 
 
 class AdapterList(ResponseModel):
-    """Folder of each LoRA adapter."""
+    """Folder of each LoRA adapter, and notes on tensors of a loaded one that are not used."""
 
     success: bool
     loaded_adapters: dict[str, str]
+    notes: list[str]
 
 
 class CorpusList(ResponseModel):
