@@ -1,4 +1,4 @@
-"""Default server of the HTTP tests; files with other requirements define their own fixture."""
+"""Default server of the HTTP tests, one for all files; others define a fixture of their own."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support.http_fixtures import Server, save_tokenizer, serving
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory) -> Iterator[Server]:
     """Starts a server with the model-free test engine and a byte tokenizer."""
     folder = tmp_path_factory.mktemp("model")
