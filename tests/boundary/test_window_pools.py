@@ -101,7 +101,7 @@ def requests() -> list[Request]:
         own = rng.integers(2, 250, length).tolist()
         prompt = (*(system if number % 2 else []), *own)
         params = SamplingParams(
-            max_tokens=30, seed32=derive_seed(7, number), **how[number % len(how)]
+            max_tokens=16, seed32=derive_seed(7, number), **how[number % len(how)]
         )
         made.append(Request(request_id=number, prompt=prompt, sampling=params))
     return made

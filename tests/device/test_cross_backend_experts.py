@@ -50,10 +50,12 @@ backends = closing_fixture(
 def is_usual(one: TreeCell) -> bool:
     """Plain decoding is greedy, and each drafter has one shape in each family.
 
-    Heads have sampled trees, and the family's copy greedy chains. Cells of `MATRIX_ONLY` families
-    are in the matrix.
+    Heads have sampled trees, and the family's copy greedy chains. The head of a family is its MTP
+    layer or EAGLE-3, on latent attention both. Cells of `MATRIX_ONLY` families are in the matrix.
     """
     if one.family in MATRIX_ONLY:
+        return False
+    if one.drafter == "EAGLE3" and one.family in WITH_MTP and one.family != "deepseek_v3":
         return False
     if one.drafter in ("EAGLE3", "NEXTN"):
         return one.tree == TREE and one.sampling == SAMPLED

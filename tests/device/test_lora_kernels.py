@@ -67,9 +67,7 @@ def test_adapted_products_match_spec(case: tuple[str, bool], rank: int, language
     assert changed[lora.slots != others.slots].min() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("language", "rows"), in_languages([1, 3, 20, 130, 512], [20, 130]), ids=str
-)
+@pytest.mark.parametrize(("language", "rows"), in_languages([1, 3, 20, 130, 512], [130]), ids=str)
 def test_adapted_row_bits_independent_of_neighbours(
     rows: int, language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
