@@ -128,8 +128,7 @@ def test_adapted_packed_experts_match_spec(format: str, language: str) -> None:
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("num", [1, 8])
+@pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("name", LARGE)
 def test_adapted_experts_tuned_tiles_bitwise_equal(name: str, num: int, rank: int) -> None:
     """Each row has the same bits in both languages, for 1 to 2048 rows."""

@@ -121,7 +121,9 @@ def test_adapted_products_bitwise_equal_in_languages(
 
 FORMATS: dict[str, Callable[[int, int], Weights]] = {
     "FP8": partial(as_w8a16, Granularity.BLOCK),
+    "FP8 by channels": partial(as_w8a16, Granularity.CHANNEL),
     "INT4": partial(as_w4a16, Int4Encoding(128, "BF16", has_zeros=False)),
+    "AWQ": partial(as_w4a16, Int4Encoding(128, "F16", has_zeros=True)),
 }
 
 
@@ -148,24 +150,29 @@ def test_adapted_packed_weights_equal_widened_ones(
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
-@pytest.mark.parametrize("rank", [16, 64])
-@pytest.mark.parametrize("num", [1, 8])
+@pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("kind", PARTS)
 def test_adapted_tuned_tiles_bitwise_equal(kind: str, num: int, rank: int) -> None:
-    """Each row has the same bits in both languages, for 1 to 512 rows."""
+    """Each row has the same bits in both languages, for 1 to 2048 rows.
+
+    Rows without an adapter have those of a GEMM without adapters, which may run by WGMMA.
+    """
     parts, K = {"gated": (6144, 6144), "added": (4096,)}.get(kind, (4096, 1024, 1024)), 4096
-    x, weight = normal(0, 512, K), normal(1, sum(parts), K) / 64
-    weights, slots = adapters(num, rank, parts, K), np.arange(1, 513) % (num + 1)
+    x, weight = normal(0, 2048, K), normal(1, sum(parts), K) / 64
+    weights, slots = adapters(num, rank, parts, K), np.arange(1, 2049) % (num + 1)
     want = None
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
         outputs = sum(parts) // (2 if kind == "gated" else 1)
-        for rows in (512, 300, 128, 40, 20, 9, 1):
+        for rows in (2048, 512, 300, 130, 40, 20, 9, 1):
             cut = table.of(item_bytes=2, rows=rows, outputs=outputs, gated=int(kind == "gated"))
             lora = RowAdapters(weights, slots[:rows])
             got = multiplied(language, kind, x[:rows], weight, lora, cut, "bfloat16")
             want = got if want is None else want
             np.testing.assert_array_equal(got, want[:rows], err_msg=f"{language}, {cut}")
+            bare = multiplied(language, kind, x[:rows], weight, None, cut, "bfloat16")
+            own = slots[:rows] == 0
+            np.testing.assert_array_equal(got[own], bare[own], err_msg=f"{language}, {cut}")
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(1, 24), (128, 24), (129, 1), (4096, 1)])

@@ -217,6 +217,22 @@ def test_unsupported_adapter_tensor_raises(fault: str, tmp_path: Path) -> None:
         checked(folder, base)
 
 
+def test_adapter_of_transposed_experts_raises(tmp_path: Path) -> None:
+    base = GOLDEN / "gpt_oss_bf16"
+    named = {x.name: x for x in parameters(config_from_folder(base), False)}
+    experts, outputs, inputs = named["experts.gate_up"].pieces[0][0].shape
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        tensors.clear()
+        of_experts = f"{ROOT}model.layers.0.mlp.experts.lora_"
+        tensors[f"{of_experts}A.weight"] = np.zeros((experts * 4, inputs), np.float32)
+        tensors[f"{of_experts}B.weight"] = np.zeros((outputs, experts * 4), np.float32)
+
+    folder = write_adapter(tmp_path, base, [Q_PROJ], edit=edit)
+    with pytest.raises(CheckpointError, match="not supported with DoRA or transposed experts"):
+        checked(folder, base)
+
+
 def test_missing_adapter_file_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no adapter_config.json"):
         Adapter(tmp_path)

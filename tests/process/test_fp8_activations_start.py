@@ -83,6 +83,7 @@ def test_memory_plan_counts_fp8_weights_exactly(tmp_path: Path, framework: str) 
     assert line.detail.endswith("of them in FP8")
 
 
+ADAPTERS = ("--max-lora-rank", "16", "--lora-target-modules", "all")
 REFUSED = {
     "weights that are not FP8": (
         ("qwen3", WHOLE, CPU, ("--dtype", "bfloat16")),
@@ -99,6 +100,10 @@ REFUSED = {
     "scales of channels": (
         ("qwen3", WHOLE | {"quantization_config": compressed(Granularity.CHANNEL)}, CPU, ()),
         "requires FP8 with block scales in all tensors of a fused",
+    ),
+    "LoRA adapters": (
+        ("qwen3", WHOLE | FP8, CPU, ("--dtype", "bfloat16", *ADAPTERS)),
+        "--lora-paths is not supported with --fp8-activations; remove one",
     ),
     "another GPU than a Hopper": (
         ("qwen3", WHOLE | FP8, Device("gpu", "NVIDIA A100-SXM4-80GB", 1 << 34), ()),

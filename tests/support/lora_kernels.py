@@ -51,7 +51,7 @@ def specified(kind: str, x: np.ndarray, weight: np.ndarray, lora: RowAdapters) -
 
 def residual(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Residual that is added to a product, by row."""
-    return normal(30, 600, len(weight))[: len(x)]
+    return normal(30, 2048, len(weight))[: len(x)]
 
 
 def multiplied(
