@@ -13,6 +13,8 @@ COMBINED, COMBINED_COLUMNS, COMBINED_HEADS = 8, 4, 8
 """Splits that `latent_combine` loads per step, and columns and heads of a program."""
 SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
 """Maximum lanes and programs of tiles with several programs, which bound the partial results."""
+WIDE_LANES = 64
+"""Maximum lanes of wide blocks, which are those of more than `SPLIT_LANES`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ class LatentAttentionTiles:
         # WGMMA requires a warpgroup, and its results have at least 16 lanes here.
         check_powers_of_two(self, {"lanes": 16, "warps": 4})
         check_at_least(self, programs=1, stages=1)
+        if self.lanes > WIDE_LANES:
+            raise ValueError(f"lanes must be at most {WIDE_LANES}, got {self.lanes}")
         if self.programs > 1 and (self.lanes > SPLIT_LANES or self.programs > SPLIT_PROGRAMS):
             raise ValueError(
                 f"tiles with several programs must have at most {SPLIT_LANES} lanes and "
@@ -114,6 +118,47 @@ def most_splits(
     """
     sharing = SPLIT_PROGRAMS // (-(-pairs // SPLIT_LANES) * requests)
     return splits_of(capacity, near, split, far_split) if sharing > 1 else 0
+
+
+def partial_bytes(
+    pairs: int,
+    most_pairs: int,
+    requests: int,
+    capacity: int,
+    rank: int,
+    near: int,
+    split: int,
+    far_split: int,
+) -> int:
+    """Returns the maximum bytes of partial results, or of totals of wide blocks, with any tiles.
+
+    Args:
+      pairs, most_pairs: (Row, head) pairs of all requests, and the maximum of a request.
+      requests: Number of requests.
+      capacity, near, split, far_split: See `splits_of`.
+      rank: Columns of the latent.
+    """
+    splits = most_splits(most_pairs, requests, capacity, near, split, far_split)
+    blocks = wide_totals(pairs, requests, WIDE_LANES) if most_pairs > SPLIT_LANES else 0
+    wide = blocks * WIDE_LANES * (total_columns(rank) + 2)
+    return 4 * max(splits * pairs * (rank + 2), wide)
+
+
+def wide_totals(pairs: int, requests: int, lanes: int) -> int:
+    """Returns the number of totals of wide blocks: one for each block that can have lanes.
+
+    Args:
+      pairs: (Row, head) pairs of all requests.
+      requests: Number of requests; each can have a block with fewer lanes.
+      lanes: Lanes of a block.
+    """
+    return pairs // lanes + requests
+
+
+def total_columns(rank: int) -> int:
+    """Returns the columns of the total of a wide block: those of all loaded blocks."""
+    width, _ = block_widths(rank, 1)
+    return -(-rank // width) * width
 
 
 def block_widths(rank: int, rope: int) -> tuple[int, int]:

@@ -45,9 +45,8 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-LatentSplits = Callable[[int, int, int, int, int, int], int]
-"""Maximum partial results of a (row, head) pair in latent attention, from the maximum pairs of a
-request, the requests, their positions, and the sizes of splits (`LatentAttentionOrder`)."""
+PartialBytes = Callable[[int, int, int, int, int, int, int, int], int]
+"""Maximum bytes of partial results in latent attention: `kernels.latent_tiles.partial_bytes`."""
 
 AttentionBytes = Callable[[Program, SelfAttentionConfig, BackendLimits, int], int]
 
@@ -147,7 +146,7 @@ def gathered_attention(
 
 def split_attention(
     max_pairs: int,
-    latent_splits: LatentSplits,
+    latent_partials: PartialBytes,
     program: Program,
     attention: SelfAttentionConfig,
     capacity: BackendLimits,
@@ -160,7 +159,7 @@ def split_attention(
     (row, query head) pairs per key head are at most `max_pairs`.
     """
     if isinstance(attention, LatentAttentionConfig):
-        return _latent_bytes(latent_splits, program, attention, capacity, item)
+        return _latent_bytes(latent_partials, program, attention, capacity, item)
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
     size = 2 * rows * attention.num_heads * attention.head_size * item
     if program.tokens * group <= max_pairs:
@@ -174,13 +173,13 @@ def split_attention(
 
 
 def _latent_bytes(
-    splits_of: LatentSplits,
+    partial_bytes: PartialBytes,
     program: Program,
     attention: LatentAttentionConfig,
     capacity: BackendLimits,
     item: int,
 ) -> int:
-    """Returns the bytes of latent attention: queries, the output, and partial results.
+    """Returns the bytes of latent attention: queries, the output, and partial results or totals.
 
     Passes of fewer rows may have more partial results: with many rows, no programs share positions.
     """
@@ -188,14 +187,21 @@ def _latent_bytes(
     longest = program.tokens or max(shape.nodes, shape.block)
     passes = {longest} if program.tokens else {longest, shape.depth + 1, shape.width or 1, 1}
     near, split, far_split = order["near"], order["split"], order["far_split"]
-    positions = program.pages * capacity.page_size
+    heads, positions = attention.num_heads, program.pages * capacity.page_size
     parts = max(
-        splits_of(rows * attention.num_heads, program.batch, positions, near, split, far_split)
-        * (program.tokens or program.batch * rows)
+        partial_bytes(
+            (program.tokens or program.batch * rows) * heads,
+            rows * heads,
+            program.batch,
+            positions,
+            attention.latent_rank,
+            near,
+            split,
+            far_split,
+        )
         for rows in passes
     )
-    size = rows_of(program) * (attention.head_size + attention.latent_rank) * item
-    return attention.num_heads * (size + parts * (attention.latent_rank + 2) * 4)
+    return heads * rows_of(program) * (attention.head_size + attention.latent_rank) * item + parts
 
 
 def rows_of(program: Program) -> int:

@@ -93,12 +93,22 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 TREE = CASES["tree"]
-ALONE, SHARED = {"programs": 1}, {"programs": 64}
+WIDE_TREE = attend_case(
+    tree_case, 10, (32, 16), num_nodes=[7, 4, 1], lengths=[30, 17, 119], columns=9
+)
+"""Requests with one block of 64 lanes and with two; their rows end inside a block."""
+ALONE, SHARED, WIDE = {"programs": 1}, {"programs": 64}, {"programs": 1, "lanes": 64}
+CHANGES = pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+TREES = pytest.mark.parametrize(
+    ("tree", "changes"),
+    [(TREE, ALONE), (TREE, SHARED), (WIDE_TREE, WIDE)],
+    ids=["alone", "shared", "wide"],
+)
 FAR = replace(LATENT_ATTENTION, near=512, far_split=256)
 """Order with far splits in short requests."""
 
 
-@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+@CHANGES
 @pytest.mark.parametrize(
     ("language", "name"), in_languages(CASES, {"tree", "padded latent", "half precision"})
 )
@@ -143,7 +153,7 @@ def only(case: AttendCase, request: int, rows: slice, start: int = 0) -> AttendC
     return replace(case, rows=alone)
 
 
-@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+@CHANGES
 @pytest.mark.parametrize("language", KERNELS)
 def test_latent_attention_row_is_batch_invariant(changes: dict[str, int], language: str) -> None:
     case, run = CASES["half precision"], RUNS[language]
@@ -181,39 +191,88 @@ def test_latent_attention_small_pages_equal_large(run: Run) -> None:
     np.testing.assert_array_equal(run(replace(large, rows=small)), run(large))
 
 
-@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+@TREES
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_latent_attention_nan_reaches_only_visible_rows(
-    bad: float, changes: dict[str, int], run: Run
+    bad: float, tree: AttendCase, changes: dict[str, int], run: Run
 ) -> None:
-    node, rows = 1, TREE.rows
+    node, rows = 1, tree.rows
     pages = rows.k_pages.copy()
     pages[rows.page_table[0, (30 + node) // 16], (30 + node) % 16, :, 3] = bad
-    got = run(replace(TREE, rows=replace(rows, k_pages=pages)), **changes)
+    got = run(replace(tree, rows=replace(rows, k_pages=pages)), **changes)
     spoiled = rows.window[:, node] & (rows.request == 0)
     assert 1 <= spoiled.sum() < 6
     assert not np.isfinite(got[spoiled]).all(axis=(1, 2)).any()
-    np.testing.assert_array_equal(got[~spoiled], run(TREE, **changes)[~spoiled])
+    np.testing.assert_array_equal(got[~spoiled], run(tree, **changes)[~spoiled])
 
 
-def test_latent_attention_ignores_nan_in_unwritten_positions(run: Run) -> None:
-    rows = TREE.rows
+@pytest.mark.parametrize(
+    ("tree", "changes"), [(TREE, {}), (WIDE_TREE, WIDE)], ids=["usual", "wide"]
+)
+def test_latent_attention_ignores_nan_in_unwritten_positions(
+    tree: AttendCase, changes: dict[str, int], run: Run
+) -> None:
+    rows = tree.rows
     used = np.zeros(rows.k_pages.shape[:2], bool)
     for request, length in enumerate((37, 21, 120)):
         positions = np.arange(length)
         used[rows.page_table[request, positions // 16], positions % 16] = True
     pages = np.where(used[..., None, None], rows.k_pages, np.float32(np.nan))
-    got = run(replace(TREE, rows=replace(rows, k_pages=pages)))
-    np.testing.assert_array_equal(got, run(TREE))
+    got = run(replace(tree, rows=replace(rows, k_pages=pages)), **changes)
+    np.testing.assert_array_equal(got, run(tree, **changes))
 
 
-@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
-def test_latent_attention_padding_rows_are_zero(changes: dict[str, int], run: Run) -> None:
-    rows = TREE.rows
-    assert not run(TREE, **changes)[rows.num_rows :].any()
+@TREES
+def test_latent_attention_padding_rows_are_zero(
+    tree: AttendCase, changes: dict[str, int], run: Run
+) -> None:
+    rows = tree.rows
+    assert not run(tree, **changes)[rows.num_rows :].any()
     idle = replace(rows, row_starts=0 * rows.row_starts, until=0 * rows.until)
     idle = replace(idle, window=idle.window & False)
-    assert not run(replace(TREE, rows=idle), **changes).any()
+    assert not run(replace(tree, rows=idle), **changes).any()
+
+
+WIDE_CASES = {
+    "many splits": attend_case(
+        tree_case,
+        10,
+        (32, 16),
+        num_nodes=[7, 3, 7],
+        lengths=[1100, 509, 512],
+        page=64,
+        columns=18,
+    ),
+    "draft KV from an offset": attend_case(
+        tree_case,
+        10,
+        (80, 24),
+        num_nodes=[5, 7, 2],
+        lengths=[300, 290, 40],
+        draft_from=(170, 290, 80),
+        columns=24,
+    ),
+}
+"""Requests with several blocks of 64 lanes, some of them spare, that end inside splits."""
+
+
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_latent_attention_wide_matches_spec(name: str, run: Run) -> None:
+    case = WIDE_CASES[name]
+    np.testing.assert_allclose(run(case, FAR, **WIDE), specified(case), atol=FLOAT32, rtol=0)
+
+
+# XLA's products on a CPU have other bits with other lanes.
+@pytest.mark.parametrize("language", KERNELS if ON_GPU else ["triton"])
+@pytest.mark.parametrize("order", [FAR, LATENT_ATTENTION], ids=["far splits", "near splits"])
+@pytest.mark.parametrize("name", WIDE_CASES)
+def test_latent_attention_wide_equals_narrow(
+    name: str, order: LatentAttentionOrder, language: str
+) -> None:
+    case, run = WIDE_CASES[name], RUNS[language]
+    wide = run(case, order, **WIDE)
+    for lanes in (16, 32):
+        np.testing.assert_array_equal(wide, run(case, order, **ALONE, lanes=lanes))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +288,7 @@ def test_latent_attention_order_changes_bits_within_tolerance(changed: dict, run
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreters have other products and functions")
-@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("changes", [ALONE, SHARED, WIDE], ids=["alone", "shared", "wide"])
 @pytest.mark.parametrize("name", CASES)
 def test_latent_attention_bits_equal_in_both_languages(name: str, changes: dict[str, int]) -> None:
     case = CASES[name]
@@ -243,9 +302,11 @@ def test_latent_attention_tiles_share_positions_of_few_lanes() -> None:
     assert tiles.programs_of(40_960, 1) == (32, 1280, 1)
 
 
-@pytest.mark.parametrize("programs", [1, 132])
+@pytest.mark.parametrize(("lanes", "programs"), [(32, 1), (32, 132), (64, 1)])
 @pytest.mark.parametrize(("rank", "rope"), [(16, 8), (80, 24), (512, 64)])
-def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, programs: int) -> None:
+def test_pallas_latent_attention_lowers_for_gpu(
+    rank: int, rope: int, lanes: int, programs: int
+) -> None:
     # The interpreter accepts operations and sizes that the lowering rejects.
     R, heads, B, page, columns = 6, 20, 2, 64, 16
     ints = [(1,), (B, columns), (B + 1,), (R,), (R,)]
@@ -255,7 +316,7 @@ def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, programs: 
         *(jax.ShapeDtypeStruct(shape, "int32") for shape in ints),
         jax.ShapeDtypeStruct((R, 3), "bool"),
     ]
-    tiles = LatentAttentionTiles(lanes=32, programs=programs, warps=4, stages=2)
+    tiles = LatentAttentionTiles(lanes=lanes, programs=programs, warps=4, stages=2)
     attend = partial(pallas.attend_latent, rank=rank, max_rows=3, scale=0.1, tiles=tiles)
     attend = jax.jit(partial(attend, **LATENT_ATTENTION.sizes_for(2)))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
