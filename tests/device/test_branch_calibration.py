@@ -29,7 +29,7 @@ from tests.support.backends import make_backend
 from tests.support.block_tree_cells import CalibrationRecorder
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import constrained
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
 BATCH, CHUNK, COPIES = 5, 64, 4
@@ -49,13 +49,8 @@ DECODES = {"static": (TREE,), "merged": (TREE, MERGED, COPIED)}
 
 def capacity_of(decodes: tuple[TreeShape, ...], masked: TreeShape) -> BackendLimits:
     def program(work: StepKind, shape: TreeShape, *, mask: bool = False) -> Program:
-        made = Program(
-            work=work,
-            batch=BATCH,
-            pages=48,
-            tokens=CHUNK if work is StepKind.PREFILL else 0,
-            shape=shape,
-            extras=ProgramFeature.NONE,
+        made = make_program(
+            work, shape, CHUNK if work is StepKind.PREFILL else 0, batch=BATCH, pages=48
         )
         from_host = mask and not shape.is_plain
         return made.with_features(

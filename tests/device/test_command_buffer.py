@@ -22,7 +22,7 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.tp_group import TPGroup
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.lowered import BROKEN_BY, operations
 from tests.support.op_case import table
 from tests.support.random_serving import drafter_of, target_of
@@ -34,14 +34,9 @@ SHORT = TreeShape(nodes=3, depth=2, width=1, rows=4, block=4)
 
 
 def decode_of(shape: TreeShape, host_draft: bool) -> Program:
-    return Program(
-        work=StepKind.DECODE,
-        batch=BATCH,
-        pages=PAGES,
-        tokens=0,
-        shape=shape,
-        extras=ProgramFeature.NONE,
-    ).with_features({ProgramFeature.HOST_DRAFT: host_draft})
+    return make_program(StepKind.DECODE, shape, batch=BATCH, pages=PAGES).with_features(
+        {ProgramFeature.HOST_DRAFT: host_draft}
+    )
 
 
 def capacity_of(program: Program, vocab: int, rule: str) -> BackendLimits:

@@ -7,14 +7,14 @@ checked against the specification, drafts by the number that each step accepts.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, BackendLimits
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.program import StepKind
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -26,7 +26,7 @@ from tests.support.backends import make_backend
 from tests.support.closing_fixture import closing_fixture
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_implementations import HEADS
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_heads import tiny_head, write_tiny_head
 from tests.support.tiny_models import EOS_ID, tiny_model, write_tiny
@@ -61,16 +61,7 @@ def drafter_of(family: str, kind: str):
 
 
 def capacity_of(vocab: int) -> BackendLimits:
-    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        )
-
+    program = partial(make_program, batch=BATCH, pages=PAGES)
     shapes = [TreeShape(N, S, k, BATCH * N) for N, S, k in SHAPES]
     return make_limits(
         (

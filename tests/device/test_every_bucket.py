@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shared.boundary.backend import Backend, BackendLimits, StepFuture, StepPlan
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.program import Program, StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -15,7 +15,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.equality import Oracle, assert_few_excused
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.random_requests import prompt_of
 from tests.support.run_engine import drive
 from tests.support.tiny_models import tiny_model
@@ -32,14 +32,7 @@ HOWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"frequency_pe
 
 def capacity_of(vocab: int, shape: TreeShape) -> BackendLimits:
     def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
-        return Program(
-            work=work,
-            batch=batch,
-            pages=1,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        )
+        return make_program(work, shape, tokens, batch=batch, pages=1)
 
     shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]
     bare = make_limits(

@@ -25,7 +25,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import constrained
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 5, 4, 48, 160, 64
@@ -90,12 +90,12 @@ def capacity_of(
 
     def program(work: StepKind, shape: TreeShape, *, mask: bool = False) -> Program:
         from_host = work is StepKind.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM")
-        return Program(
-            work=work,
+        return make_program(
+            work,
+            shape,
+            CHUNK if work is StepKind.PREFILL else 0,
             batch=BATCH,
             pages=PAGES,
-            tokens=CHUNK if work is StepKind.PREFILL else 0,
-            shape=shape,
             extras=ProgramFeature.NONE if work is StepKind.DRAFT else ProgramFeature.LOGPROBS,
         ).with_features({ProgramFeature.MASK: mask, ProgramFeature.HOST_DRAFT: from_host})
 

@@ -25,7 +25,7 @@ from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_models import tiny_model
 from tests.support.traces import check_trace
@@ -49,9 +49,7 @@ SHARE = 0.2
 
 def capacity_of(vocab: int) -> BackendLimits:
     def program(work: StepKind, shape: TreeShape, tokens: int = 0) -> Program:
-        made = Program(
-            work=work, batch=BATCH, pages=64, tokens=tokens, shape=shape, extras=ProgramFeature.NONE
-        )
+        made = make_program(work, shape, tokens, batch=BATCH, pages=64)
         return made.with_features({ProgramFeature.NGRAM_DRAFTS: shape.copied > 0})
 
     decodes = (program(StepKind.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))

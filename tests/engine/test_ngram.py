@@ -25,7 +25,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.closing_fixture import closing_fixture
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
 
@@ -42,14 +42,9 @@ def ngram_capacity(vocab: int, num_pages: int) -> BackendLimits:
     """Programs of one prefill, plain decoding and host-built trees."""
 
     def program(work: StepKind, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=64,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        ).with_features({ProgramFeature.HOST_DRAFT: host_draft})
+        return make_program(work, shape, tokens, batch=BATCH, pages=64).with_features(
+            {ProgramFeature.HOST_DRAFT: host_draft}
+        )
 
     return make_limits(
         (

@@ -24,7 +24,7 @@ from shared.engine.request import SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.equality import Oracle
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
 
@@ -48,13 +48,8 @@ def capacity(vocab: int, drafts: bool) -> BackendLimits:
         work: StepKind, shape: TreeShape, host_draft: bool = False, mask: bool = False
     ) -> Program:
         tokens = {StepKind.PREFILL: 256, StepKind.COUNT: 64}.get(work, 0)
-        return Program(
-            work=work,
-            batch=2,
-            pages=32,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.LOGPROBS,
+        return make_program(
+            work, shape, tokens, batch=2, pages=32, extras=ProgramFeature.LOGPROBS
         ).with_features({ProgramFeature.HOST_DRAFT: host_draft, ProgramFeature.MASK: mask})
 
     plain = TreeShape.plain(2)

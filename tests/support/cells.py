@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from shared.boundary.backend import Backend, BackendLimits
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -23,7 +23,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import Drafter, make_backend
 from tests.support.equality import Oracle, assert_few_excused
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_models import DENSE, DIVIDED, EOS_ID, EXPERTS, tiny_model
 
@@ -81,16 +81,7 @@ def oracle_of(family: str) -> Oracle:
 def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> BackendLimits:
     """One prefill program, and one decode program per shape."""
 
-    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES[page_size],
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        )
-
+    program = partial(make_program, batch=BATCH, pages=PAGES[page_size])
     decodes = [program(StepKind.DECODE, shape, 0) for shape in shapes]
     return make_limits(
         (program(StepKind.PREFILL, TreeShape.plain(BATCH), 64), *decodes),

@@ -28,7 +28,7 @@ from shared.engine.rows import Chunk, ScheduledRows
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.tiny_models import tiny_model
 
 BATCH = 4
@@ -74,14 +74,7 @@ def contract_capacity(config: ModelConfig, drafts: DrafterSpec | None = None) ->
         host_draft: bool = False,
         mask: bool = False,
     ) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=64,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        ).with_features(
+        return make_program(work, shape, tokens, batch=BATCH, pages=64).with_features(
             {
                 ProgramFeature.HOST_DRAFT: host_draft,
                 ProgramFeature.MASK: mask,

@@ -15,7 +15,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
 from tests.support.cells import MODEL_SEEDS
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.tiny_assistants import tiny_assistant
 from tests.support.tiny_heads import (
     cyclic,
@@ -86,14 +86,9 @@ def programs_of(
     """
 
     def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=batch,
-            pages=pages,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        ).with_features({ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
+        return make_program(work, shape, tokens, batch=batch, pages=pages).with_features(
+            {ProgramFeature.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain}
+        )
 
     plain = TreeShape.plain(batch)
     decodes = [program(StepKind.DECODE, each, 0) for each in dict.fromkeys((shape, plain))]

@@ -24,7 +24,7 @@ from shared.text.delimiters import CALL, CALL_END, THINK_END
 from tests.support.backends import make_backend
 from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.grammars import GRAMMARS, THINK_END_ID, constrained, text_of
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
@@ -39,12 +39,12 @@ def capacity_of(family: str, drafter: str, shape: TreeShape) -> BackendLimits:
     ) -> Program:
         is_tree = work is StepKind.DECODE and not shape.is_plain
         from_host = is_tree and (mask or drafter == "NGRAM")
-        return Program(
-            work=work,
+        return make_program(
+            work,
+            shape,
+            tokens,
             batch=BATCH,
             pages=PAGES,
-            tokens=tokens,
-            shape=shape,
             extras=ProgramFeature.LOGPROBS
             if work in (StepKind.PREFILL, StepKind.DECODE)
             else ProgramFeature.NONE,

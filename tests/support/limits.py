@@ -1,4 +1,4 @@
-"""Limits of a backend for tests, derived from its programs."""
+"""Programs of a backend for tests, and limits that are derived from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from collections.abc import Iterable
 from typing import Any
 
 from shared.boundary.backend import BackendLimits
-from shared.boundary.program import Program
+from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.spec.draft_tree import TreeShape
+
+
+def make_program(
+    work: StepKind,
+    shape: TreeShape,
+    tokens: int = 0,
+    *,
+    batch: int,
+    pages: int,
+    extras: ProgramFeature = ProgramFeature.NONE,
+) -> Program:
+    """Returns a program, by default of a step without prompt tokens and without extras."""
+    return Program(work=work, batch=batch, pages=pages, tokens=tokens, shape=shape, extras=extras)
 
 
 def make_limits(

@@ -33,7 +33,7 @@ from tests.support.backends import Mapped, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
 from tests.support.equality import TALLY, Oracle
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.random_requests import (
     BATCH,
     CHUNK,
@@ -155,13 +155,8 @@ def capacity_of(server: Server) -> BackendLimits:
 def _programs(server: Server, pages: int) -> tuple[Program, ...]:
     def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
         from_host = server.drafts_on_host and work is StepKind.DECODE and not shape.is_plain
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=pages,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.LOGPROBS,
+        return make_program(
+            work, shape, tokens, batch=BATCH, pages=pages, extras=ProgramFeature.LOGPROBS
         ).with_features(
             {
                 ProgramFeature.HOST_DRAFT: from_host,

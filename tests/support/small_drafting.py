@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from shared.boundary.backend import Backend, BackendLimits
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.program import StepKind
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGES = 2, 8
@@ -22,9 +22,7 @@ BATCH, PAGES = 2, 8
 def small_capacity(vocab: int, shape: TreeShape, rule: str) -> BackendLimits:
     """One program of prompts and one of decoding with that shape."""
     programs = [
-        Program(
-            work=work, batch=BATCH, pages=PAGES, tokens=n, shape=each, extras=ProgramFeature.NONE
-        )
+        make_program(work, each, n, batch=BATCH, pages=PAGES)
         for work, each, n in (
             (StepKind.PREFILL, TreeShape.plain(BATCH), 64),
             (StepKind.DECODE, shape, 0),

@@ -25,7 +25,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Logprobs, PromptLogprobs
 from tests.support import toy_transfer
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -68,12 +68,12 @@ def toy_capacity(
     """
 
     def program(work: StepKind, batch: int, pages: int, tokens: int, depth: int) -> Program:
-        return Program(
-            work=work,
+        return make_program(
+            work,
+            TreeShape.chain(depth, batch),
+            tokens,
             batch=batch,
             pages=pages,
-            tokens=tokens,
-            shape=TreeShape.chain(depth, batch),
             extras=ProgramFeature.NONE if work is StepKind.COUNT else ProgramFeature.LOGPROBS,
         )
 

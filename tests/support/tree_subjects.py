@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from shared.boundary.backend import Backend, BackendLimits
-from shared.boundary.program import Program, ProgramFeature, StepKind
+from shared.boundary.program import ProgramFeature, StepKind
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -18,7 +18,7 @@ from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.equality import Oracle
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_models import tiny_model
 
@@ -48,16 +48,7 @@ def name_of(shape: TreeShape) -> str:
 def tree_capacity(vocab: int) -> BackendLimits:
     """One prefill and one decode program for each shape; all give logprobs."""
 
-    def program(work: StepKind, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.LOGPROBS,
-        )
-
+    program = partial(make_program, batch=BATCH, pages=PAGES, extras=ProgramFeature.LOGPROBS)
     return make_limits(
         (
             program(StepKind.PREFILL, PLAIN, 128),

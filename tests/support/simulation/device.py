@@ -20,7 +20,7 @@ from shared.boundary.program import LaunchMode, Program, ProgramFeature, StepKin
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import uniforms
-from tests.support.limits import make_limits
+from tests.support.limits import make_limits, make_program
 
 PROMPT_SECONDS = 0.005
 MOST_DEPTH = 16
@@ -56,14 +56,7 @@ def simulated_capacity(
     page_size = 64
 
     def program(work: StepKind, batch: int, tokens: int, shape: TreeShape) -> Program:
-        return Program(
-            work=work,
-            batch=batch,
-            pages=pages,
-            tokens=tokens,
-            shape=shape,
-            extras=ProgramFeature.NONE,
-        )
+        return make_program(work, shape, tokens, batch=batch, pages=pages)
 
     pages = context_length // page_size + 4
     decodes = [
