@@ -150,10 +150,18 @@ class TransferHeader:
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the header as values that JSON and MessagePack can encode."""
+        return self._other_fields() | {"tokens": self.tokens.tolist()}
+
+    def checksum(self) -> int:
+        """Returns the CRC-32 of the tokens and of all other fields."""
+        others = json.dumps(self._other_fields(), sort_keys=True).encode()
+        return zlib.crc32(others, zlib.crc32(self.tokens.astype("<i4").tobytes()))
+
+    def _other_fields(self) -> dict[str, Any]:
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        del plain["tokens"]
         images = [[each.first, each.count, each.digest.hex()] for each in self.images]
         return plain | {
-            "tokens": self.tokens.tolist(),
             "images": images,
             "is_whole": [int(each) for each in self.is_whole],
             "arrays": [asdict(each) | {"shape": list(each.shape)} for each in self.arrays],
@@ -335,8 +343,7 @@ def _threads() -> ThreadPoolExecutor:
 
 def _checksum(header: TransferHeader, parts: Sequence[memoryview]) -> int:
     of_body = np.array(list(_threads().map(_crc, _chunks(parts))), "<u4")
-    of_header = zlib.crc32(json.dumps(header.to_fields(), sort_keys=True).encode())
-    return zlib.crc32(of_body.tobytes(), of_header)
+    return zlib.crc32(of_body.tobytes(), header.checksum())
 
 
 def _crc(parts: Sequence[memoryview]) -> int:

@@ -315,3 +315,9 @@ def test_killed_sender_leaves_nothing(client):
     assert reasons == ["lost"]
     assert _fails(client("auto"), ticket) == "unreachable"
     assert set(Path("/dev/shm").iterdir()) <= segments
+
+
+def test_ticket_fields_share_header(sender):
+    """A copy of each token would delay the engine's thread."""
+    ticket = sender.publish()
+    assert ticket.to_fields()["header"] is ticket.header

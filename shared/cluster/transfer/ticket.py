@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,7 +49,7 @@ class Ticket:
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the fields for JSON or MessagePack."""
-        return asdict(self)
+        return {**vars(self), "address": vars(self.address)}  # `asdict` would copy each token
 
     @classmethod
     def from_fields(cls, fields: Any, host: str) -> Self:
