@@ -22,13 +22,12 @@ from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram_controllers.merged_drafts import MergedDraftController
-from shared.engine.request import Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.block_tree_cells import CalibrationRecorder
 from tests.support.drafter_cases import drafter_of, model_of
-from tests.support.grammars import constrained
+from tests.support.grammars import mixed_requests
 from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
@@ -72,29 +71,6 @@ def capacity_of(decodes: tuple[TreeShape, ...], masked: TreeShape) -> BackendLim
     )
 
 
-def requests_of(vocab: int) -> list[Request]:
-    rng = np.random.default_rng(22)
-    asked = [
-        (None, {"temperature": 0.0}),
-        (None, {"temperature": 0.8, "top_k": 40}),
-        ("schema", {"temperature": 0.0}),
-        ("regex", {"temperature": 0.9}),
-        ("schema", {"temperature": 1.0, "max_draft_tokens": 4}),
-    ]
-    return [
-        constrained(
-            number,
-            tuple(rng.integers(2, 250, 12 + number).tolist()),
-            vocab,
-            grammar,
-            max_tokens=25 if grammar else 80,
-            seed32=300 + number,
-            **how,
-        )
-        for number, (grammar, how) in enumerate(asked)
-    ]
-
-
 def inner_of(stack: str, capacity: BackendLimits, plain: dict[int, Outcome]) -> Controller:
     """Returns the controller of steps without a grammar.
 
@@ -126,7 +102,7 @@ def backend_of(framework: str, capacity: BackendLimits) -> Backend:
 
 def serve(backend: Backend, controller: Controller) -> dict[int, Outcome]:
     engine = Engine(backend, controller, overlap=2, chunked_prefill_size=CHUNK, cache=NO_CACHE)
-    return drive(engine, requests_of(backend.capacity.vocab))
+    return drive(engine, mixed_requests(backend.capacity.vocab, 80, max_draft_tokens=4))
 
 
 @pytest.fixture(scope="module")

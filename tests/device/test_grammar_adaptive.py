@@ -6,7 +6,6 @@ among them, so every kind of step follows every other.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, BackendLimits
@@ -19,12 +18,11 @@ from shared.engine.engine import Engine
 from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
-from shared.engine.request import Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.drafter_cases import drafter_of, model_of
-from tests.support.grammars import constrained
+from tests.support.grammars import mixed_requests
 from tests.support.limits import make_limits, make_program
 from tests.support.run_engine import Outcome, drive
 
@@ -114,30 +112,6 @@ def capacity_of(
     )
 
 
-def requests_of(vocab: int) -> list[Request]:
-    """Two requests without a grammar that run to the end, and three with one that end earlier."""
-    rng = np.random.default_rng(22)
-    asked = [
-        (None, {"temperature": 0.0}),
-        (None, {"temperature": 0.8, "top_k": 40}),
-        ("schema", {"temperature": 0.0}),
-        ("regex", {"temperature": 0.9}),
-        ("schema", {"temperature": 1.0}),
-    ]
-    return [
-        constrained(
-            number,
-            tuple(rng.integers(2, 250, 12 + number).tolist()),
-            vocab,
-            grammar,
-            max_tokens=25 if grammar else 130,
-            seed32=300 + number,
-            **how,
-        )
-        for number, (grammar, how) in enumerate(asked)
-    ]
-
-
 def backend_of(
     framework: str, family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape
 ) -> Backend:
@@ -148,7 +122,7 @@ def backend_of(
 
 def served(backend: Backend, controller: GrammarController) -> tuple[Engine, dict[int, Outcome]]:
     engine = Engine(backend, controller, overlap=2, chunked_prefill_size=CHUNK, cache=NO_CACHE)
-    return engine, drive(engine, requests_of(backend.capacity.vocab))
+    return engine, drive(engine, mixed_requests(backend.capacity.vocab, 130))
 
 
 @pytest.fixture(scope="module")

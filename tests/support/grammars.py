@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.grammar import GrammarState
@@ -96,3 +97,30 @@ def constrained(
 def text_of(tokens: list[int]) -> str:
     """Returns the text of tokens, without the stop token."""
     return tokenizer().decode([token for token in tokens if token != EOS_ID])
+
+
+def mixed_requests(vocab: int, max_tokens: int, **last: Any) -> list[Request]:
+    """Two requests without a grammar of `max_tokens`, and three with one that end earlier.
+
+    `last` are more sampling parameters of the last request.
+    """
+    rng = np.random.default_rng(22)
+    asked: list[tuple[str | None, dict[str, Any]]] = [
+        (None, {"temperature": 0.0}),
+        (None, {"temperature": 0.8, "top_k": 40}),
+        ("schema", {"temperature": 0.0}),
+        ("regex", {"temperature": 0.9}),
+        ("schema", {"temperature": 1.0, **last}),
+    ]
+    return [
+        constrained(
+            number,
+            tuple(rng.integers(2, 250, 12 + number).tolist()),
+            vocab,
+            grammar,
+            max_tokens=25 if grammar else max_tokens,
+            seed32=300 + number,
+            **how,
+        )
+        for number, (grammar, how) in enumerate(asked)
+    ]
