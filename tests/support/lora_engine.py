@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -24,6 +25,7 @@ def engine_of(
     total: int = 1024,
     platform: Platform = PLATFORM,
     slots: int = 4,
+    has_images: bool = False,
 ) -> Engine:
     """Returns the engine of a checkpoint with adapters, on the numpy reference by default."""
     options = parse(
@@ -37,7 +39,8 @@ def engine_of(
                 "--log-level",
                 "error",
             ),
-            *("--language-model-only", *words),
+            *(() if has_images else ("--language-model-only",)),
+            *words,
         ]
     )
     start = prepare(options, platform)
@@ -46,7 +49,9 @@ def engine_of(
     return make_engine(backend, start.memory, adapters=start.read_adapters())
 
 
-def request(number: int, name: str = "", prompt: Sequence[int] = PROMPT, **sampling) -> Request:
+def request(
+    number: int, name: str = "", prompt: Sequence[int] = PROMPT, **sampling: Any
+) -> Request:
     """Returns a request of an adapter, or of the base model."""
     params = {"max_tokens": 16, "lora": name, **GREEDY, **sampling}
     return Request(request_id=number, prompt=tuple(prompt), sampling=SamplingParams(**params))
