@@ -1,10 +1,12 @@
-"""`python -m jax_impl.train` trains a model from scratch, or a draft head for a checkpoint.
+"""`python -m jax_impl.train` trains a model, a draft head or a LoRA adapter.
 
     python -m jax_impl.train --target DIR --draft eagle3 --data FILE --out DIR --minutes 10
+    python -m jax_impl.train --target DIR --lora-rank 16 --data FILE --out DIR --minutes 10
     python -m jax_impl.train --model CONFIG.json --tokenizer DIR --data FILE --out DIR --minutes 10
 
 OUT receives a folder that the server loads, and OUT/training the checkpoints, the log and the
-curves. The same command resumes from the newest checkpoint. See docs/training_drafts.md.
+curves. The same command resumes from the newest checkpoint. See docs/training_drafts.md and, for
+adapters, docs/lora.md.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from typing import Any
 import jax
 
 from jax_impl.training import export, target_outputs, tasks, tree_acceptance
+from jax_impl.training.adapter import LoraSettings, adapter_task, parts_of, save_adapter
 from jax_impl.training.block import BlockHeadConfig
 from jax_impl.training.checkpoints import note_run
 from jax_impl.training.examples import Batches, RaggedRows, open_tokenizer, read_prompts, read_rows
@@ -35,12 +38,15 @@ from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.config_fields import Json, is_number, read_json
 from shared.models.families import config_from_dict, config_from_folder
+from shared.models.parameters import parameters
+from shared.models.saving import tensor_prefix
 from shared.models.tied import as_stored
 
 EXIT_INVALID = 2
 RUN_SETTINGS = (
     *("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "mtp_weight", "dtype"),
     *("depth", "anchors", "loss", "prompts", "output_tokens"),
+    *("lora_rank", "lora_alpha", "lora_target_modules"),
 )
 """Options that must be equal to resume a run, because its batches and loss depend on them."""
 
@@ -55,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         check(given)
         if given.draft:
             _train_head(given)
+        elif given.lora_rank:
+            _train_adapter(given)
         else:
             _train_model(given)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -98,6 +106,33 @@ def balance_weight(config_json: Json) -> float:
     if not is_number(weight, (int, float)) or not 0 <= weight < math.inf:
         raise ValueError(f"{field} in config.json must be a number of at least 0, got {weight!r}")
     return weight
+
+
+def _train_adapter(given: argparse.Namespace) -> None:
+    """Trains an adapter of a target on the answers of the data, with its MTP layer if it has one.
+
+    Raises:
+      ValueError: The target has a feature that training does not support.
+    """
+    stored, config_json = open_checkpoint(given.target), read_json(given.target / "config.json")
+    config = as_stored(config_from_folder(given.target), stored)
+    check_drafted_for(config)
+    settings = LoraSettings(
+        rank=given.lora_rank,
+        alpha=given.lora_alpha,
+        target_modules=tuple(given.lora_target_modules),
+    )
+    with_mtp = config.has_mtp and given.mtp_weight > 0
+    parts = parts_of(parameters(config, with_mtp), settings)
+    rows = read_rows(given.data, given.target, given.max_tokens)
+    _note(given, {"target": target_outputs.fingerprint(stored)})
+    target = Target(config, tasks.load_model(given.target, config, with_mtp, given.dtype))
+    task = adapter_task(
+        target, parts, settings, given.seed, given.mtp_weight, given.depth, _precision(given)
+    )
+    adapter = _run(given, task, rows)
+    prefix = tensor_prefix(config_json)
+    save_adapter(given.out, given.target, prefix, adapter, parts, settings)
 
 
 def _train_head(given: argparse.Namespace) -> None:

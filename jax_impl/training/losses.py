@@ -70,6 +70,41 @@ def language_model_loss(
     return loss, metrics | {"loss": loss}
 
 
+def adapter_loss(
+    config: ModelConfig,
+    weights: ModelModule,
+    tokens: Tokens,
+    loss_mask: Mask,
+    compute_dtype: DTypeLike,
+    mtp_weight: float,
+    depth: int,
+    remat: bool,
+) -> tuple[Scalar, Metrics]:
+    """Computes the cross-entropy of the next token, and the loss of the MTP layer's drafts.
+
+    The MTP layer drafts `depth` tokens, and an `mtp_weight` of 0 skips it. The drafts are compared
+    with the model itself, which their loss does not change.
+    """
+    passed = forward(config, weights, tokens, compute_dtype, remat)
+    loss, metrics = _cross_entropy(
+        lambda rows: logits(weights, rows, compute_dtype),
+        passed.hidden,
+        tokens,
+        loss_mask,
+        config.vocab,
+        ahead=1,
+    )
+    if mtp_weight and weights.has_mtp:
+        frozen, outputs = jax.tree.map(lax.stop_gradient, (weights, passed))
+        head = heads.mtp(config, weights.mtp, frozen, compute_dtype)
+        mtp_loss, mtp_metrics = chain_loss(
+            head, frozen, outputs, tokens, loss_mask, depth, compute_dtype, remat
+        )
+        loss += mtp_weight * mtp_loss
+        metrics |= {name: value for name, value in mtp_metrics.items() if name != "loss"}
+    return loss, metrics | {"loss": loss}
+
+
 def head_loss(
     kind: str,
     config: DraftConfig | None,

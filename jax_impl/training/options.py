@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_impl.devices import find_device
 from jax_impl.training import tasks
+from jax_impl.training.adapter import ALL_LINEAR
 from jax_impl.training.candidate_loss import CROSS_ENTROPY, OBJECTIVES
 from jax_impl.training.formats import AUTHORS, FORMATS, check_format
 from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
@@ -15,6 +16,7 @@ from shared.drafts.aux_hidden_states import IDS_FLAG, LayerIdMeaning
 POSITIVE = (
     *("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth", "shards"),
     *("prompts", "output_tokens", "output_slots", "draft_vocab", "block", "layers", "anchors"),
+    *("lora_rank", "lora_alpha"),
 )
 """Options that must be above 0."""
 
@@ -51,7 +53,7 @@ DEFAULTS = {
     "cpu": TrainingDefaults("float32", 4096, 8),
     "gpu": TrainingDefaults("bfloat16", 65536, 128),
 }
-RATES = {"model": 2e-3, "head": 1e-3}
+RATES = {"model": 2e-3, "head": 1e-3, "adapter": 2e-3}
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -71,11 +73,14 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _add_run(parser.add_argument_group("training run"))
     _add_outputs(parser.add_argument_group("training data of a head: greedy outputs of the target"))
     _add_shapes(parser.add_argument_group("shape of a head"))
+    _add_adapter(parser.add_argument_group("LoRA adapter"))
     return parser
 
 
 def _add_subject(group: Any) -> None:
-    group.add_argument("--target", type=Path, help="folder of the target model of a head")
+    group.add_argument(
+        "--target", type=Path, help="folder of the target model of a head or an adapter"
+    )
     group.add_argument("--draft", choices=KINDS, help="kind of the draft head")
     group.add_argument("--model", type=Path, help="config.json of a model to train from scratch")
     group.add_argument("--tokenizer", type=Path, help="folder of the tokenizer for --model")
@@ -113,7 +118,8 @@ def _add_run(group: Any) -> None:
     group.add_argument(
         "--learning-rate",
         type=float,
-        help=f"highest learning rate; default {RATES['model']} (model), {RATES['head']} (head)",
+        help=f"highest learning rate; default {RATES['model']} (model, adapter), "
+        f"{RATES['head']} (head)",
     )
     group.add_argument("--warmup", type=int, default=100, help="warm-up steps; default 100")
     group.add_argument(
@@ -203,6 +209,18 @@ def _add_shapes(group: Any) -> None:
     )
 
 
+def _add_adapter(group: Any) -> None:
+    group.add_argument("--lora-rank", type=int, help="train an adapter of this rank for --target")
+    group.add_argument(
+        "--lora-alpha", type=float, help="numerator of the multiplier alpha / rank; default 2 rank"
+    )
+    group.add_argument(
+        "--lora-target-modules",
+        nargs="+",
+        help=f"last words of the adapted modules' names; default {ALL_LINEAR}",
+    )
+
+
 def check(given: argparse.Namespace) -> None:
     """Checks the options and fills in the defaults of the device.
 
@@ -211,10 +229,12 @@ def check(given: argparse.Namespace) -> None:
     """
     if (given.target is None) == (given.model is None):
         raise ValueError(
-            "the options do not name what to train; use either --target and --draft (a head), or "
-            "--model and --tokenizer (a model)"
+            "the options do not name what to train; use either --target and --draft (a head), "
+            "--target and --lora-rank (an adapter), or --model and --tokenizer (a model)"
         )
-    pair = ("target", "draft") if given.target else ("model", "tokenizer")
+    _check_adapter(given)
+    own = "draft" if given.lora_rank is None else "lora_rank"
+    pair = ("target", own) if given.target else ("model", "tokenizer")
     for name in pair:
         if getattr(given, name) is None:
             raise ValueError(f"--{pair[0]} and --{pair[1]} require each other; use both")
@@ -246,7 +266,28 @@ def check(given: argparse.Namespace) -> None:
         if getattr(given, name) is None:
             setattr(given, name, getattr(defaults, name))
     if given.learning_rate is None:
-        given.learning_rate = RATES["model" if given.model else "head"]
+        kind = "model" if given.model else "head" if given.draft else "adapter"
+        given.learning_rate = RATES[kind]
+
+
+def _check_adapter(given: argparse.Namespace) -> None:
+    """Checks the options of an adapter and fills in their defaults.
+
+    Raises:
+      ValueError: An option applies only to adapters, or does not apply to them.
+    """
+    names = ("lora_rank", "lora_alpha", "lora_target_modules")
+    for name in names:
+        if getattr(given, name) is not None and (given.lora_rank is None or not given.target):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} requires --target and --lora-rank; use them or remove {flag}")
+    if given.lora_rank is None:
+        return
+    for name in ("draft", "start"):
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name} is not supported with --lora-rank; remove one of them")
+    given.lora_alpha = given.lora_alpha or 2.0 * given.lora_rank
+    given.lora_target_modules = given.lora_target_modules or [ALL_LINEAR]
 
 
 def _check_shapes(given: argparse.Namespace) -> None:

@@ -104,7 +104,7 @@ def model_task(
     def loss(
         model: ModelModule, frozen: Any, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
-        tokens, loss_mask = _arrays(batch)
+        tokens, loss_mask = batch_arrays(batch)
         return losses.language_model_loss(
             config,
             model,
@@ -116,7 +116,7 @@ def model_task(
             precision.remat,
         )
 
-    return _trainable(model, (), loss)
+    return trainable(model, (), loss)
 
 
 def mtp_task(
@@ -146,7 +146,7 @@ def mtp_task(
         layer = load_model(start, config, True, np.float32).mtp
 
     def loss(layer: Mtp, model: ModelModule, batch: TrainingBatch, key: Any) -> tuple[Any, Metrics]:
-        tokens, loss_mask = _arrays(batch)
+        tokens, loss_mask = batch_arrays(batch)
         return losses.head_loss(
             "mtp",
             None,
@@ -160,7 +160,7 @@ def mtp_task(
             precision.remat,
         )
 
-    return _trainable(layer, target.model, loss)
+    return trainable(layer, target.model, loss)
 
 
 def head_task(
@@ -192,7 +192,7 @@ def head_task(
     def loss(
         head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
-        tokens, loss_mask = _arrays(batch)
+        tokens, loss_mask = batch_arrays(batch)
         return losses.head_loss(
             kind,
             config,
@@ -206,7 +206,7 @@ def head_task(
             precision.remat,
         )
 
-    return _trainable(head, target.model, loss)
+    return trainable(head, target.model, loss)
 
 
 def block_task(
@@ -238,7 +238,7 @@ def block_task(
     def loss(
         head: DraftModel, model: ModelModule, batch: TrainingBatch, key: Any
     ) -> tuple[Any, Metrics]:
-        tokens, loss_mask = _arrays(batch)
+        tokens, loss_mask = batch_arrays(batch)
         filled = fill_blocks(
             block,
             head,
@@ -253,7 +253,7 @@ def block_task(
         )
         return block_loss(block, head, model, filled, objective, precision.dtype)
 
-    return _trainable(head, target.model, loss)
+    return trainable(head, target.model, loss)
 
 
 def started(config: DraftConfig, kind: str, folder: Path, target: Checkpoint) -> DraftConfig:
@@ -317,11 +317,12 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     )
 
 
-def _arrays(batch: TrainingBatch) -> tuple[Tokens, Mask]:
+def batch_arrays(batch: TrainingBatch) -> tuple[Tokens, Mask]:
+    """Returns the tokens and the weights of a batch."""
     return jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
 
 
-def _trainable(
+def trainable(
     module: Module, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]
 ) -> Trainable[Module]:
     """Splits the trained and the frozen module into arrays and their NNX graphs."""

@@ -1,7 +1,8 @@
 """Training data: `python -m models.demo.data --split held_out --count 200 --out FILE`.
 
-All examples are generated: word problems, copying tasks, code, chats and calls of tools. A split
-and a seed give the same examples on every machine, and no problem is in both splits.
+All examples are generated: word problems, copying tasks, code, chats and calls of tools, and SQL
+for the demo adapter. A split and a seed give the same examples on every machine, and no problem is
+in both splits.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from models.demo.copying import copying
 from models.demo.example import Example, Split, answer_of
 from models.demo.functions import functions
 from models.demo.problems import problems
+from models.demo.queries import queries
 
 __all__ = ["KINDS", "Example", "Split", "answer_of", "examples", "main", "problems"]
 
@@ -27,6 +29,7 @@ KINDS = {
     "code": functions,
     "chats": chats,
     "tools": agents,
+    "sql": queries,
 }
 TEXT_SHARES = {"problems": 0.5, "copying": 0.2, "code": 0.1, "chats": 0.2}
 """Shares of the kinds without tools: data of the tokenizer, and prompts of servers."""

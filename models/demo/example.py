@@ -19,7 +19,7 @@ class Example:
     """A conversation that ends with a user turn or results of tools, and the reply.
 
     Attributes:
-      kind: The generator: problems, copying, code, chats or tools.
+      kind: The generator, a key of `KINDS` in `models.demo.data`.
       messages: The conversation, each with `role` and `content`.
       answer: The reply, or calls in the form of the chat template.
       keys: The content without its wording; no key is in both splits.

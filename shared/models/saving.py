@@ -30,7 +30,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_dict, indent=1), encoding="utf-8")
     config = config_from_dict(config_dict)
-    prefix = "model.language_model." if "text_config" in config_dict else "model."
+    prefix = tensor_prefix(config_dict)
     tensors = {}
     for parameter in parameters(config, "mtp.fc" in weights):
         tensors.update(split(parameter, weights[parameter.name], prefix))
@@ -42,9 +42,18 @@ def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
     tensors = {}
     for source, at, _ in parameter.places(parameter.pieces):
         part = to_stored(source, unsliced(source, array[at].reshape(source.shape)))
-        whole = source.name.startswith(("lm_head.", "mtp."))
-        tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
+        tensors[stored_name(source.name, prefix)] = np.ascontiguousarray(part)
     return tensors
+
+
+def tensor_prefix(config_dict: Mapping[str, Any]) -> str:
+    """Returns the prefix of the tensor names of a model with this config.json."""
+    return "model.language_model." if "text_config" in config_dict else "model."
+
+
+def stored_name(name: str, prefix: str) -> str:
+    """Returns the name in a checkpoint; the LM head and the MTP layer have no prefix."""
+    return name if name.startswith(("lm_head.", "mtp.")) else prefix + name
 
 
 def _save_files(folder: Path, tensors: Weights, num_shards: int) -> None:

@@ -5,8 +5,10 @@ import json
 import os
 import random
 import re
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -290,8 +292,20 @@ def test_examples_contain_every_kind_and_follow_seed():
         for seed in (1, 1, 2)
     )
     assert first == again != other
-    assert {kind for kind, *_ in first} == set(KINDS)
+    assert {kind for kind, *_ in first} == set(SHARES)
     assert sum(SHARES.values()) == pytest.approx(1) == sum(TEXT_SHARES.values())
+
+
+def test_sql_statements_run_on_stock_table():
+    """Every statement is valid, and the kind is in no share of the training data."""
+    assert "sql" not in SHARES
+    with closing(sqlite3.connect(":memory:")) as database:
+        columns = "product TEXT, color TEXT, city TEXT, price INTEGER, quantity INTEGER"
+        database.execute(f"CREATE TABLE stock ({columns})")
+        for example in some("sql", "train", 300):
+            for statement in example.answer.splitlines():
+                database.execute(statement)
+        assert database.execute("SELECT COUNT(*) FROM stock").fetchone()[0] > 10
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
