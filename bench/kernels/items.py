@@ -77,6 +77,7 @@ STEPS = (
     Step("qwen3-8b-awq", "none", 1, 2**24, tokens=2048),
     Step("qwen3.5-9b-int4", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     Step("gpt-oss-20b", "none", 8, 2**20),
+    Step("gemma-4-31b", "ASSISTANT:S=3,k=1,N=4", 8, 2**20),
     Step("glm-4.7-flash", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     Step("deepseek-v3-8-layers-fp8", "none", 8, 2**20),
     Step("nemotron-3-nano", "NEXTN:S=3,k=1,N=4", 8, 2**20),

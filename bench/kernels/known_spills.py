@@ -38,6 +38,8 @@ EXPERTS_OF_RANKS = (
 )
 LATENT_CHAINS = "glm-4.7-flash, NEXTN S=3 k=1 N=4, batch 8"
 MAMBA2_CHAINS = "nemotron-3-nano, NEXTN S=3 k=1 N=4, batch 8"
+ASSISTANT_CHAINS = "gemma-4-31b, ASSISTANT S=3 k=1 N=4, batch 8"
+CHAINS_OF_MORE = (LATENT_CHAINS, MAMBA2_CHAINS, ASSISTANT_CHAINS)
 LATENT_CODES = "deepseek-v3-8-layers-fp8, none, batch 8"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
@@ -119,7 +121,7 @@ EXCUSES = (
     Excuse("tree_next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
         "find_threshold",
-        (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS, LATENT_CHAINS, MAMBA2_CHAINS),
+        (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS, *CHAINS_OF_MORE),
         52,
         MANY_WARPS,
     ),
@@ -133,6 +135,6 @@ EXCUSES = (
         8,
         SOME,
     ),
-    Excuse("attention_layer", (*WIDE, MARKED, PAIRED, COPIED), 96, SOME),
+    Excuse("attention_layer", (*WIDE, MARKED, PAIRED, COPIED, ASSISTANT_CHAINS), 96, SOME),
     Excuse("attention_layer", (TREES,), 48, "heads of 256 by 8 warps; by 4 it was 1,448 bytes"),
 )

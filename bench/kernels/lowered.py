@@ -1,4 +1,4 @@
-"""Lowers programs of the demo model for an H200, with a JAX without CUDA.
+"""Lowers programs of the demo model and of an assistant for an H200, with a JAX without CUDA.
 
     python -m bench.kernels.lowered
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.kernels.starts import ADAPTERS, DEMO, Start
+from bench.kernels.starts import ADAPTERS, DEMO, SHAPES, Start
 from bench.kernels.workers import format_error
 from shared.boundary.program import Program, ProgramFeature, StepKind
 
@@ -26,6 +26,7 @@ STARTS = (
     Start(DEMO / "target", "NEXTN"),
     Start(DEMO / "target", "EAGLE3"),
     Start(DEMO / "target", flags=ADAPTERS),
+    Start(SHAPES / "gemma-4-31b", "ASSISTANT"),
 )
 
 
