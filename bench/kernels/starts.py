@@ -13,8 +13,12 @@ from shared.models.families import config_from_folder
 
 ROOT = Path(__file__).parents[2]
 SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
-UNSUPPORTED_RANKS = {("gemma-4-26b-a4b", 8), ("gpt-oss-20b", 8), ("nemotron-3-nano", 8)}
-"""Models and ranks that startup rejects: 8 ranks have 88, 360 and 232 columns of an expert."""
+UNSUPPORTED_RANKS = {
+    *((f"gemma-4-26b-a4b{form}", 8) for form in ("", "-int4")),
+    *((f"nemotron-3-nano{form}", 8) for form in ("", "-fp8")),
+    ("gpt-oss-20b", 8),
+}
+"""Models and ranks that startup rejects: 8 ranks have 88, 232 and 360 columns of an expert."""
 ADAPTERS = ("--max-lora-rank", "16", "--lora-target-modules", "all")
 """Flags of a server with slots for LoRA adapters of all linear layers."""
 COUNTS = (1, 2, 4, 8)
