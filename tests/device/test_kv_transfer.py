@@ -50,6 +50,8 @@ KINDS = [
 MAMBA2 = [
     ("nemotron_h", "NEXTN", CHAIN),
     ("nemotron_h", "none", PLAIN),
+    ("nemotron_h", "EAGLE3", CHAIN),
+    ("granitemoehybrid", "EAGLE3", TREE),
     ("granitemoehybrid", "STANDALONE", CHAIN),
     ("falcon_h1", "NGRAM", CHAIN),
     ("bamba", "none", PLAIN),

@@ -37,14 +37,23 @@ STOP = {
 QUESTION = {"role": "user", "content": "Which?"}
 
 
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+
+
+@pytest.fixture(scope="module", params=[(), NGRAM], ids=["plain", "NGRAM"])
+def drafting(request) -> tuple[str, ...]:
+    """Flags of speculative decoding."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
+def server(drafting, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("model")
     write_tiny(folder, "gpt_oss", 7)
     save_tokenizer(folder, harmony_tokenizer(), HARMONY_END)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     line = ["--port", "0", "--model-path", str(folder), "--grammar-backend", "llguidance"]
-    line += ["--tool-call-parser", "gpt-oss", "--reasoning-parser", "gpt-oss"]
+    line += ["--tool-call-parser", "gpt-oss", "--reasoning-parser", "gpt-oss", *drafting]
     with serving(["-m", "torch_impl.serve", *line, "--max-running-requests", "4"]) as running:
         yield running
 
@@ -55,7 +64,7 @@ def end_of(server: Server) -> int:
     return token
 
 
-def test_schema_constrains_final_channel_of_served_model(server) -> None:
+def test_schema_constrains_final_channel_of_served_model(server, drafting) -> None:
     """Each choice thinks or does not; a biased token ends its thoughts."""
     fields: dict[str, Any] = {"response_format": FORMAT, "max_tokens": 150, "temperature": 2.0}
     fields |= {"n": 8, "seed": 3, "logit_bias": {str(end_of(server)): 5}}
@@ -67,6 +76,8 @@ def test_schema_constrains_final_channel_of_served_model(server) -> None:
     for message in messages:
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
     assert any(each["message"].get("reasoning_content") for each in choices)
+    accepted = server.metrics()["tandem:spec_decode_num_accepted_tokens_total"]
+    assert (accepted > 0) == bool(drafting)
 
 
 def test_reasoning_of_call_reaches_next_prompt(server) -> None:
