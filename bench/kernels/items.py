@@ -82,6 +82,7 @@ STEPS = (
     Step("deepseek-v3-8-layers-fp8", "none", 8, 2**20),
     Step("nemotron-3-nano", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 8, 2**20, ranks=2),
+    Step("nemotron-3-nano", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=2),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=2),
     Step("qwen3.5-122b-a10b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=4),
 )

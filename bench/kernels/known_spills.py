@@ -39,6 +39,7 @@ EXPERTS_OF_RANKS = (
 LATENT_CHAINS = "glm-4.7-flash, NEXTN S=3 k=1 N=4, batch 8"
 MAMBA2_CHAINS = "nemotron-3-nano, NEXTN S=3 k=1 N=4, batch 8"
 ASSISTANT_CHAINS = "gemma-4-31b, ASSISTANT S=3 k=1 N=4, batch 8"
+MAMBA2_OF_RANKS = f"{MAMBA2_CHAINS}, 2 ranks"
 CHAINS_OF_MORE = (LATENT_CHAINS, MAMBA2_CHAINS, ASSISTANT_CHAINS)
 LATENT_CODES = "deepseek-v3-8-layers-fp8, none, batch 8"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
@@ -125,7 +126,7 @@ EXCUSES = (
         52,
         MANY_WARPS,
     ),
-    Excuse("find_threshold", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
+    Excuse("find_threshold", (MARKED, PAIRED, COPIED, MAMBA2_OF_RANKS), 248, MANY_WARPS),
     Excuse("attention_layer", MIXES, 240, TIMED),
     Excuse("linear", CODES_OF_MANY, 320, TIMED),
     Excuse("linear", HEADS, 1128, "a head joined with its choice, which no table takes"),
