@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import jax_impl.ops
-import torch_impl.ops
+from jax_impl import ops as jax_ops
 from jax_impl.ops.moe import experts as jax_experts
 from kernels.tile_tables import Line, Table
 from kernels.tiles import MEASURED, ExpertsTiles, Tiles
@@ -23,6 +22,7 @@ from shared.spec.lora import AdapterWeights, RowAdapters
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 from tests.support.op_case import Arguments
 from tests.support.op_records import mapped
+from torch_impl import ops as torch_ops
 from torch_impl.ops.moe import experts as torch_experts
 
 MATRICES = ("router", "gate_up", "down")
@@ -83,7 +83,7 @@ def _in_triton(given: Arguments, tiles: Tiles, dtype: str) -> np.ndarray:
         found = torch.from_numpy(x)
         return found.to(device, to) if found.is_floating_point() else found.to(device)
 
-    kernels = _bound(torch_impl.ops, KERNELS["triton"], tiles)
+    kernels = _bound(torch_ops, KERNELS["triton"], tiles)
     wide = partial(leaf, to=torch.float32)
     placed = {k: mapped(v, leaf, torch_experts, wide) for k, v in given.items() if k != "config"}
     found = torch_experts.kernel_added_experts(kernels, config=given["config"], **placed)
@@ -97,7 +97,7 @@ def _in_pallas(given: Arguments, tiles: Tiles, dtype: str) -> np.ndarray:
         return jnp.asarray(x, to if x.dtype.kind == "f" else x.dtype)
 
     modules = {name: _Interpreting(module) for name, module in KERNELS["pallas"].items()}
-    kernels = _bound(jax_impl.ops, modules, tiles)
+    kernels = _bound(jax_ops, modules, tiles)
     wide = partial(leaf, to="float32")
     named = ("stream", "weights", "norm")
     placed = {name: mapped(given[name], leaf, jax_experts, wide) for name in named}
