@@ -8,7 +8,7 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,17 +69,22 @@ class OrbaxCheckpoint:
             ) from error
 
     @property
+    def names(self) -> Collection[str]:
+        """Names of all arrays, which are those of parameters."""
+        return self._arrays.keys()
+
+    @property
     def has_vision_encoder(self) -> bool:
         """Returns False: an Orbax folder has the text model only."""
         return False
 
     def has_mtp(self, config: ModelConfig) -> bool:
         """Returns True if the folder has an MTP layer that the config names."""
-        return config.has_mtp and any(name.startswith("mtp.") for name in self._arrays)
+        return config.has_mtp and any(name.startswith("mtp.") for name in self.names)
 
     def unties(self, config: ModelConfig) -> bool:
         """Returns True if a separate LM head is stored although the config ties it."""
-        return config.tied and "lm_head" in self._arrays
+        return config.tied and "lm_head" in self.names
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """Returns the number of stored bytes of these parameters."""

@@ -49,6 +49,9 @@ def test_convert_preserves_weights_and_byte_count(source, tmp_path):
     for a, b in zip(want, got, strict=True):
         np.testing.assert_array_equal(a, b)
     assert got_bytes == want_bytes > 0
+    config = config_from_folder(source)
+    wanted = {parameter.name for parameter in parameters(config, config.has_mtp)}
+    assert {*convert.open_checkpoint(target).names} == wanted
 
 
 def test_convert_copies_config_and_tokenizer_files(source, tmp_path):
