@@ -115,6 +115,8 @@ PADDED = {
     ),
 }
 """Weights with a last block that rows do not fill."""
+OTHER_STEPS = ("MXFP4, rows without the last inputs",)
+"""Cases in which the steps of packed and of dequantised weights have different lengths."""
 WAYS = [(name, grouped) for name in CASES | PADDED for grouped in (False, True)]
 # Of Pallas: routers of both kinds, rows over, and weights in FP8, each in one way; a test below
 # compares the ways.
@@ -188,7 +190,11 @@ def test_experts_row_bits_independent_of_batch_and_tiles(name: str, language: st
 @pytest.mark.parametrize(
     ("language", "name"),
     in_languages(
-        [name for name, case in (CASES | PADDED).items() if case.is_packed],
+        [
+            name
+            for name, case in (CASES | PADDED).items()
+            if case.is_packed and (ON_GPU or name not in OTHER_STEPS)
+        ],
         ["FP8", "FP8, partial blocks, float32 scales"],
     ),
 )

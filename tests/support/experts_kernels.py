@@ -22,7 +22,7 @@ from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import PLAIN, SCALES, WeightFormat
 from shared.spec.layers import activated
 from shared.spec.linear import widened
-from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
+from shared.spec.reduction_order import ROUTER, SHRINK, SQUARES, chunks_of_squares
 from tests.support.cases.gemm.linear import QUANTIZED
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -276,7 +276,7 @@ def run(
     given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
-    how |= {"order": ROUTER, "squares_order": SQUARES, "gathered": _same}
+    how |= {"order": ROUTER, "squares_order": SQUARES, "shrink_order": SHRINK, "gathered": _same}
     is_packed = block.stored["gate_up_scales"] is not None
     how["formats"] = (case.format.name if is_packed else PLAIN,) * 2
     if language == "triton":
@@ -294,7 +294,12 @@ def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> li
     framework: Any = torch if language == "triton" else jnp
     module, each = KERNELS[language]["experts"], []
     how = {"eps": EPS, "routing": case.routing, "activation": case.activation, "tiles": cut}
-    how |= {"order": ROUTER, "squares_order": SQUARES, "formats": (PLAIN, PLAIN)}
+    how |= {
+        "order": ROUTER,
+        "squares_order": SQUARES,
+        "shrink_order": SHRINK,
+        "formats": (PLAIN, PLAIN),
+    }
     for rank in range(count):
         columns = slice(rank * case.hidden // count, (rank + 1) * case.hidden // count)
         inner = slice(rank * case.inner // count, (rank + 1) * case.inner // count)
