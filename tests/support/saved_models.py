@@ -289,6 +289,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(name: str) -> Any:
     """A model of one of `FAMILIES`, `NESTED` or `VARIANTS`, in float32, with drawn weights."""
     model_type, fields = VARIANTS.get(name, (name, {}))
+    torch.manual_seed(0)  # transformers draws the time steps of Mamba2
     if model_type in NESTED:
         text, vision = NESTED[model_type]
         nested = {"text_config": {**_text(text), "model_type": text}, "vision_config": vision}
