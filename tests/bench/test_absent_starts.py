@@ -24,7 +24,7 @@ from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
 from shared.spec.draft_tree import TreeShape
-from tests.support.texts import BACKENDS
+from tests.support.serve_reference import platform_of
 from tests.support.worked import worked
 
 
@@ -42,7 +42,7 @@ def test_shipped_starts_cover_every_model_and_drafter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("model", "ranks"), sorted(UNSUPPORTED_RANKS))
 def test_unsupported_ranks_raise_at_startup(model, ranks, backend, tmp_path: Path) -> None:
     h200 = Device("gpu", "NVIDIA H200", 110 << 30)
-    platform = replace(BACKENDS[backend](), find_device=lambda: h200)
+    platform = replace(platform_of(backend), find_device=lambda: h200)
     platform = replace(platform, take_devices=lambda count: None)
     flags = Start(SHAPES / model, ranks=ranks).all_flags(tmp_path)
     message = (

@@ -11,14 +11,13 @@ import pytest
 from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.boundary.backend import Backend, BackendLimits
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.engine.allocator import Allocator
-from shared.engine.planner import Planner
-from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Chunk, ScheduledRows
+from shared.engine.request import SamplingParams
+from shared.engine.rows import ScheduledRows
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
+from tests.support.adapted_requests import prefilled
 from tests.support.backends import make_backend
 from tests.support.limits import make_limits
 from tests.support.lora_files import (
@@ -91,21 +90,9 @@ def backend_of(
 
 def drafted(backend: Backend, shape: TreeShape, slots: tuple[int, ...]) -> np.ndarray:
     """Returns the trees and output tokens of a prefill, and of draft and decode steps, by row."""
-    capacity = backend.capacity
-    allocator = Allocator(capacity)
-    planner, requests = Planner(capacity, allocator), []
-    for number, slot in enumerate(slots):
-        sampling = SamplingParams(temperature=0.0, max_tokens=24)
-        request = Request(request_id=number, prompt=tuple(range(5, 22)), sampling=sampling)
-        request.adapter_slot = slot
-        request.assign_slot(allocator.take_slot())
-        assert allocator.reserve(request.slot, 60)
-        planner.write_request_row(request)
-        requests.append(request)
-    chunks = tuple(Chunk(each, 0, each.prefill_length) for each in requests)
-    plans = [planner.plan(ScheduledRows.prefill(chunks))]
-    for each in requests:
-        each.prefill(each.prefill_length)
+    sampling = SamplingParams(temperature=0.0, max_tokens=24)
+    planner, requests, prefill = prefilled(backend.capacity, slots, range(5, 22), sampling, 60)
+    plans = [prefill]
     for _ in range(STEPS):
         plans.append(planner.plan(ScheduledRows.draft(requests, shape)))
         plans.append(planner.plan(ScheduledRows.decode(requests, shape)))

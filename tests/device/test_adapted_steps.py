@@ -15,14 +15,13 @@ from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.shm_allgather import ShmAllGather
 from shared.boundary.tp_group import TPGroup
 from shared.drafts.drafter_spec import DrafterSpec
-from shared.engine.allocator import Allocator
-from shared.engine.planner import Planner
-from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Chunk, ScheduledRows
+from shared.engine.request import SamplingParams
+from shared.engine.rows import ScheduledRows
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
+from tests.support.adapted_requests import prefilled
 from tests.support.backends import JAX_BACKENDS
 from tests.support.limits import make_limits
 from tests.support.lora_files import adapter_pool, host_adapters, load_plans
@@ -102,22 +101,9 @@ def loaded(backend: Backend, base: str) -> Backend:
 
 def logprobs(backend: Backend, slots: Sequence[int]) -> np.ndarray:
     """Log-probabilities of the tokens of four requests with adapters, of a prefill and 8 steps."""
-    capacity = backend.capacity
-    allocator = Allocator(capacity)
-    planner, requests = Planner(capacity, allocator), []
-    for number, slot in enumerate(slots):
-        sampling = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-        request = Request(request_id=number, prompt=tuple(range(5, 17)), sampling=sampling)
-        request.adapter_slot = slot
-        request.assign_slot(allocator.take_slot())
-        assert allocator.reserve(request.slot, 40)
-        planner.write_request_row(request)
-        requests.append(request)
-    chunks = tuple(Chunk(each, 0, each.prefill_length) for each in requests)
-    shape = TreeShape.plain(BATCH)
-    plans = [planner.plan(ScheduledRows.prefill(chunks))]
-    for each in requests:
-        each.prefill(each.prefill_length)
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
+    planner, requests, prefill = prefilled(backend.capacity, slots, range(5, 17), sampling, 40)
+    shape, plans = TreeShape.plain(BATCH), [prefill]
     plans += [planner.plan(ScheduledRows.decode(requests, shape)) for _ in range(8)]
     assert all(plan.program.has(ProgramFeature.LORA) == any(slots) for plan in plans)
     programs = list(dict.fromkeys(plan.program for plan in plans))

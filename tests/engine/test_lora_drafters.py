@@ -10,16 +10,12 @@ import pytest
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from tests.support.lora_engine import GREEDY, SAMPLED, engine_of, request, texts
+from tests.support.lora_engine import GREEDY, SAMPLED, TREE, engine_of, lora_flags, request, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.tiny_heads import write_tiny_block, write_tiny_head
 
 BASE = Path(__file__).parents[1] / "golden" / "qwen3"
 NAMES = ("first", "second")
-TREE = (
-    *("--speculative-eagle-topk", "2", "--speculative-num-steps", "3"),
-    *("--speculative-num-draft-tokens", "6"),
-)
 CELLS = [
     (kind, is_tree, sampled)
     for kind in ("EAGLE3", "DFLASH", "STANDALONE")
@@ -60,8 +56,7 @@ def test_adapted_drafts_preserve_merged_text(
     """Two adapters share one slot, so that the second is loaded once the first has ended."""
     kind, is_tree, sampled = cell
     how = SAMPLED if sampled else GREEDY
-    words = ["--lora-paths", *(f"{name}={folders[name]}" for name in NAMES)]
-    words += ["--max-loras-per-batch", "1", "--speculative-algorithm", kind]
+    words = [*lora_flags(folders), "--max-loras-per-batch", "1", "--speculative-algorithm", kind]
     words += ["--speculative-draft-model-path", str(folders[kind]), *(TREE if is_tree else ())]
     engine = engine_of(BASE, words)
     got = texts(engine, [request(i, name, **how) for i, name in enumerate(("", *NAMES, NAMES[0]))])

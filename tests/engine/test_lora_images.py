@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from shared.engine.request import Request
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from tests.support import lora_engine
-from tests.support.lora_engine import GREEDY, SAMPLED, texts
+from tests.support.lora_engine import GREEDY, NEXTN, SAMPLED, TREE, cells, lora_flags, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import drive
-from tests.support.serve_reference import PLATFORM
+from tests.support.serve_reference import platform_of
 from tests.support.vlm import Prompt, pixels, words, write_seeing
 
 NAMES = ("first", "second")
@@ -26,9 +25,6 @@ PROMPT = Prompt(words(20, 1), pixels(4, 8, 1), words(20, 1), pixels(6, 5, 2), wo
 OTHER = Prompt(words(20, 1), pixels(4, 8, 3), words(20, 1), pixels(6, 5, 2), words(9, 2))
 """Two prompts that differ by the pixels of their first image only."""
 
-NEXTN = ("--speculative-algorithm", "NEXTN")
-TREE = ("--speculative-eagle-topk", "2", "--speculative-num-steps", "3")
-TREE += ("--speculative-num-draft-tokens", "6")
 DRAFTERS = {"plain": (), "NEXTN": NEXTN, "NEXTN tree": (*NEXTN, *TREE)}
 QUICK = (("reference", "NEXTN tree", True), ("torch", "NEXTN", False))
 
@@ -47,14 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def engine_of(framework: str, folder: Path, flags: Sequence[str] = ()) -> Engine:
-    is_reference = framework == "reference"
-    platform = PLATFORM if is_reference else import_module(f"{framework}_impl.platform").PLATFORM
+    platform = platform_of(framework)
     flags = (*flags, "--chunked-prefill-size", "64")
     return lora_engine.engine_of(folder, flags, platform=platform, has_images=True)
-
-
-def adapters(folders: dict[str, Path]) -> list[str]:
-    return ["--lora-paths", *(f"{name}={folders[name]}" for name in NAMES)]
 
 
 def request(number: int, prompt: Prompt, name: str = "", sampled: bool = False) -> Request:
@@ -69,22 +60,14 @@ def plain_text(framework: str, folder: Path, prompt: Prompt, sampled: bool) -> l
     return texts(engine_of(framework, folder), [request(0, prompt, "", sampled)])[0]
 
 
-def cells() -> Iterator[object]:
-    for framework in ("reference", "torch", "jax"):
-        for drafter in DRAFTERS:
-            for sampled in (False, True):
-                is_quick = (framework, drafter, sampled) in QUICK
-                marks = () if is_quick else pytest.mark.matrix
-                name = f"{framework} {drafter} {'sampled' if sampled else 'greedy'}"
-                yield pytest.param(framework, drafter, sampled, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(("framework", "drafter", "sampled"), [*cells()])
+@pytest.mark.parametrize(
+    ("framework", "drafter", "sampled"), [*cells(("reference", "torch", "jax"), [*DRAFTERS], QUICK)]
+)
 def test_adapted_image_text_equals_merged_model(
     framework: str, drafter: str, sampled: bool, folders: dict[str, Path]
 ) -> None:
     """Image prompts of two adapters and of the base model decode in one batch."""
-    engine = engine_of(framework, folders[""], (*adapters(folders), *DRAFTERS[drafter]))
+    engine = engine_of(framework, folders[""], (*lora_flags(folders), *DRAFTERS[drafter]))
     cases = [("", PROMPT), ("first", PROMPT), ("second", PROMPT), ("first", OTHER)]
     got = texts(
         engine, [request(i, prompt, name, sampled) for i, (name, prompt) in enumerate(cases)]
@@ -101,7 +84,7 @@ def test_adapted_image_text_equals_merged_model(
 
 def test_prefix_cache_isolates_adapters_with_images(folders: dict[str, Path]) -> None:
     """Adapters share no prefix of an image prompt, but the embeddings of its images."""
-    engine = engine_of("torch", folders[""], (*adapters(folders), *NEXTN))
+    engine = engine_of("torch", folders[""], (*lora_flags(folders), *NEXTN))
     cases = [("first", PROMPT), ("second", PROMPT), ("", PROMPT), ("first", OTHER)]
     for has_prefix in (False, True):
         for number, (name, prompt) in enumerate(cases):

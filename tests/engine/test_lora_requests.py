@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from shared.models.parameters import parameters
 from tests.support import lora_engine
 from tests.support.grammars import constrained, text_of, tokenizer
 from tests.support.in_process_engine import started
+from tests.support.lora_engine import NEXTN, TREE, cells, lora_flags
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import Outcome, checked_step, drive
-from tests.support.serve_reference import PLATFORM
+from tests.support.serve_reference import platform_of
 from tests.support.tiny_models import write_tiny
 
-NEXTN = ("--speculative-algorithm", "NEXTN")
-TREE = ("--speculative-eagle-topk", "2", "--speculative-num-steps", "3")
-TREE += ("--speculative-num-draft-tokens", "6")
 DRAFTERS = {
     "plain": (),
     "NEXTN": NEXTN,
@@ -80,8 +77,7 @@ def engine_of(framework: str, folder: Path, flags: Sequence[str]) -> Iterator[En
         yield served.engine
         served.engine.close()
         return
-    is_reference = framework == "reference"
-    platform = PLATFORM if is_reference else import_module(f"{framework}_impl.platform").PLATFORM
+    platform = platform_of(framework)
     yield lora_engine.engine_of(folder, flags, platform=platform)
 
 
@@ -103,27 +99,19 @@ def merged_text(framework: str, folder: Path, number: int, sampled: bool) -> lis
     return outcomes[number].tokens
 
 
-def cells() -> Iterator[object]:
-    for framework in ("reference", "torch", RANKS, "jax"):
-        for drafter in DRAFTERS:
-            for sampled in (False, True):
-                is_quick = (framework, drafter, sampled) in QUICK
-                marks = () if is_quick else pytest.mark.matrix
-                name = f"{framework} {drafter} {'sampled' if sampled else 'greedy'}"
-                yield pytest.param(framework, drafter, sampled, id=name, marks=marks)
-
-
-@pytest.mark.parametrize(("framework", "drafter", "sampled"), [*cells()])
+@pytest.mark.parametrize(
+    ("framework", "drafter", "sampled"),
+    [*cells(("reference", "torch", RANKS, "jax"), [*DRAFTERS], QUICK)],
+)
 def test_adapted_requests_equal_merged_model(
     framework: str, drafter: str, sampled: bool, folders: dict[str, Path]
 ) -> None:
     """Requests are preempted, and those of the second round find their prefixes cached."""
-    flags = ["--lora-paths", *(f"{name}={folders[name]}" for name in ("first", "second"))]
     want = {
         number: merged_text(framework, folders[f"merged {name}" if name else ""], number, sampled)
         for number, (name, *_) in enumerate(CASES)
     }
-    with engine_of(framework, folders[""], (*flags, *DRAFTERS[drafter])) as engine:
+    with engine_of(framework, folders[""], (*lora_flags(folders), *DRAFTERS[drafter])) as engine:
         for has_prefix in (False, True):
             requests = [request(number, case, sampled) for number, case in enumerate(CASES)]
             outcomes, num_preempted = drive_with_preemption(engine, requests)

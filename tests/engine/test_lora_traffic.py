@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from shared.process.start import Platform
 from tests.support.lora_engine import GREEDY, SAMPLED, engine_of, request, texts
 from tests.support.lora_files import module_names, write_adapter, write_merged
 from tests.support.run_engine import checked_step
-from tests.support.serve_reference import PLATFORM
+from tests.support.serve_reference import platform_of
 
 BASE = Path(__file__).parents[1] / "golden" / "qwen3"
 PROMPTS = tuple(tuple(range(first, first + size)) for first, size in ((5, 20), (9, 70), (40, 33)))
@@ -99,10 +98,6 @@ class Traffic:
         elif len(held.folders) > 1 and not self._random.integers(8):
             held.remove(list(held.folders)[self._random.integers(len(held.folders))])
             self.num_removed += 1
-
-
-def platform_of(framework: str) -> Platform:
-    return PLATFORM if framework == "reference" else import_module("torch_impl.platform").PLATFORM
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from shared.process.device import Device
 from shared.process.model_check import check_model
 from shared.process.start import prepare
 from tests.support.fp8_files import LAYOUTS, write_fp8, write_widened
-from tests.support.texts import BACKENDS, packed_weights, texts
+from tests.support.serve_reference import platform_of
+from tests.support.texts import packed_weights, texts
 from tests.support.tiny_models import tiny_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -123,7 +124,7 @@ def test_fp8_scales_read_only_when_weights_stay_fp8(
         return tensor(self, name)
 
     monkeypatch.setattr(Checkpoint, "tensor", noted)
-    platform = replace(BACKENDS["torch"](), find_device=lambda: Device(kind, "one", 1 << 34))
+    platform = replace(platform_of("torch"), find_device=lambda: Device(kind, "one", 1 << 34))
     start = prepare(parse(line_of(tmp_path, *(("--dtype", dtype) if dtype else ()))), platform)
     assert len(read) == count
     assert bool(start.memory.blueprint.formats) == bool(count)
@@ -133,7 +134,7 @@ def test_fp8_scales_read_only_when_weights_stay_fp8(
 def test_fp8_ranks_keep_experts_with_cut_blocks(ranks, are_whole, tmp_path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512}
     write_fp8(tmp_path, MIXTURE | sizes, LAYOUTS["compressed-tensors, block"])
-    platform = replace(BACKENDS["jax"](), find_device=lambda: Device("gpu", "one", 1 << 34))
+    platform = replace(platform_of("jax"), find_device=lambda: Device("gpu", "one", 1 << 34))
     platform = replace(platform, take_devices=lambda count: None)
     start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
     whole = FP8W8A16(Granularity.BLOCK)

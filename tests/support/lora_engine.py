@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -16,6 +18,30 @@ from tests.support.serve_reference import PLATFORM
 
 PROMPT = tuple(range(5, 75))
 GREEDY, SAMPLED = {"temperature": 0.0}, {"temperature": 0.8, "seed32": 7}
+NEXTN = ("--speculative-algorithm", "NEXTN")
+TREE = (
+    *("--speculative-eagle-topk", "2", "--speculative-num-steps", "3"),
+    *("--speculative-num-draft-tokens", "6"),
+)
+
+
+def lora_flags(
+    folders: Mapping[str, Path], names: Sequence[str] = ("first", "second")
+) -> list[str]:
+    """Returns the flags that serve some adapters."""
+    return ["--lora-paths", *(f"{name}={folders[name]}" for name in names)]
+
+
+def cells(
+    frameworks: Sequence[str], drafters: Iterable[str], quick: Sequence[tuple[str, str, bool]]
+) -> Iterator[object]:
+    """Yields frameworks, drafters and whether tokens are sampled; all but `quick` in the matrix."""
+    for framework in frameworks:
+        for drafter in drafters:
+            for sampled in (False, True):
+                marks = () if (framework, drafter, sampled) in quick else pytest.mark.matrix
+                name = f"{framework} {drafter} {'sampled' if sampled else 'greedy'}"
+                yield pytest.param(framework, drafter, sampled, id=name, marks=marks)
 
 
 def engine_of(

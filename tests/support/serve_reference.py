@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 import numpy as np
 
@@ -52,6 +53,14 @@ PLATFORM = Platform(
     kernels=None,
     load=load,
 )
+
+
+def platform_of(framework: str) -> Platform:
+    """Returns the platform of `reference`, `torch` or `jax`; imports the framework."""
+    if framework == "reference":
+        return PLATFORM
+    return import_module(f"{framework}_impl.platform").PLATFORM
+
 
 if __name__ == "__main__":
     raise SystemExit(launch(sys.argv[1:], lambda: PLATFORM, "tests.support.serve_reference"))

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,17 +23,12 @@ from shared.engine.request import Request, SamplingParams
 from shared.options.command_line import parse
 from shared.process import engines, start
 from shared.process.device import Device
-from tests.support import serve_reference
 from tests.support.in_process_engine import one_bucket
 from tests.support.ranks import WAIT_S, SideBySide
 from tests.support.run_engine import Outcome, drive
+from tests.support.serve_reference import platform_of
 
 ROOT = Path(__file__).parents[2]
-BACKENDS = {
-    "reference": lambda: serve_reference.PLATFORM,
-    "torch": lambda: import_module("torch_impl.platform").PLATFORM,
-    "jax": lambda: import_module("jax_impl.platform").PLATFORM,
-}
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3, 200, 4))
 
 
@@ -60,7 +54,7 @@ def outcomes(backend: str, line: Sequence[str]) -> list[Outcome]:
 
     The torch ranks are threads, and every step has the same bits on each.
     """
-    platform = replace(BACKENDS[backend](), find_device=lambda: Device("cpu", "CPU", 1 << 31))
+    platform = replace(platform_of(backend), find_device=lambda: Device("cpu", "CPU", 1 << 31))
     begun = start.prepare(parse(line), platform)
     blueprint = replace(begun.memory.blueprint, capacity=one_bucket(begun.memory.capacity))
     begun = replace(begun, memory=replace(begun.memory, blueprint=blueprint))
