@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
     Attributes:
       count: Layers of the model.
-      gemms: Inputs and outputs by name.
+      gemms: Inputs and outputs of o and of down.
       rows: Rows to time.
       separate: Whether each segment has a program of its own.
       step_ms: Milliseconds of a plain step on an H200 by rows, for the loss of a step.

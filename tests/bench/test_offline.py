@@ -97,10 +97,10 @@ def test_report_lines_are_timed_printed_and_written(model, tmp_path, capsys):
     )
     assert set(plain) == {1}
     assert min(remembering) > 1.2  # it has seen the text in the round before
-    told = capsys.readouterr().out
-    assert told.count("equal") == 4
-    assert told.count("over greedy") == 3
-    assert "unsupported: torch, EAGLE S=1" in told
+    printed = capsys.readouterr().out
+    assert printed.count("equal") == 4
+    assert printed.count("over greedy") == 3
+    assert "unsupported: torch, EAGLE S=1" in printed
 
 
 @pytest.mark.matrix
