@@ -88,8 +88,9 @@ class FP8W8A16:
         is_served = context.reads_packed and not context.fp8_activations
         if not is_served or not parameter.name.endswith(KEPT):
             return None
-        tensors = [tensor for tensor in stored(parameter) if tensor is not None]
-        found = {_kept_granularity(tensor) for tensor in stored(parameter)}
+        every = stored(parameter)
+        tensors = [tensor for tensor in every if tensor is not None]
+        found = {_kept_granularity(tensor) for tensor in every}
         granularity = found.pop() if len(found) == 1 else None
         dtype, padding = _scale_dtype(tensors), -parameter.shape[-1] % FP8_BLOCK
         is_plain = dtype == "bfloat16" and not padding
