@@ -161,10 +161,15 @@ def _in_order(tensors: Sequence[CheckpointTensor], index: tuple[int, ...]) -> It
         first += each.taken_shape[0]
 
 
-def base_weights(checkpoint: WeightReader) -> BaseWeight:
-    """Returns the function that reads tensors of an opened base checkpoint."""
+def base_weights(checkpoint: WeightReader | None) -> BaseWeight:
+    """Returns the function that reads tensors of an opened base checkpoint.
+
+    Args:
+      checkpoint: The checkpoint; None if no adapter uses DoRA.
+    """
 
     def read(tensor: CheckpointTensor) -> Float32[np.ndarray, "..."]:
+        assert checkpoint is not None
         alone = Parameter(tensor.name, tensor.taken_shape, ((tensor,),), stacked=False)
         return checkpoint.load(alone, np.float32)
 

@@ -34,6 +34,7 @@ class AdapterFiles:
       unused: Parameters that it does not load: those of the MTP layer, unless NEXTN drafts.
       opened: The adapters; keys are their names.
       options: Options of LoRA adapters.
+      base: Checkpoint of the base model, which DoRA requires; None if it has no tensors.
     """
 
     model: str
@@ -41,15 +42,23 @@ class AdapterFiles:
     unused: Sequence[Parameter]
     opened: Mapping[str, Adapter]
     options: LoraOptions
+    base: WeightReader | None
 
     @classmethod
-    def of(cls, options: LoraOptions, model: ModelConfig, with_mtp: bool) -> AdapterFiles:
+    def of(
+        cls,
+        options: LoraOptions,
+        model: ModelConfig,
+        with_mtp: bool,
+        base: WeightReader | None,
+    ) -> AdapterFiles:
         """Opens the adapters, and checks that they fit the model.
 
         Args:
           options: Options of LoRA adapters.
           model: Config of the model.
           with_mtp: True if NEXTN drafts with the MTP layer.
+          base: See `AdapterFiles`.
 
         Raises:
           CheckpointError: An adapter is invalid or does not fit.
@@ -57,7 +66,7 @@ class AdapterFiles:
         opened = {name: Adapter(Path(folder)) for name, folder in options.folders.items()}
         whole, every = parameters(model, with_mtp), parameters(model, model.has_mtp)
         unused = [] if with_mtp else every[len(whole) :]
-        files = cls(model.name, whole, unused, opened, options)
+        files = cls(model.name, whole, unused, opened, options, base)
         for adapter in opened.values():
             files.check(adapter)
         return files
@@ -69,6 +78,11 @@ class AdapterFiles:
           CheckpointError: It does not.
         """
         adapter.check([*self.whole, *self.unused], self.model)
+        if adapter.config.use_dora and self.base is None:
+            raise CheckpointError(
+                f"adapter {adapter.folder} uses DoRA, which requires the tensors of the base "
+                "model; serve it with the model's safetensors files"
+            )
         if adapter.max_rank > self.max_rank:
             raise CheckpointError(
                 f"adapter {adapter.folder} has rank {adapter.max_rank}, and --max-lora-rank is "
@@ -130,12 +144,10 @@ class AdapterReader:
     Attributes:
       files: The adapters of the command line.
       pool: The pool.
-      base: Checkpoint of the base model.
     """
 
     files: AdapterFiles
     pool: AdapterPoolSpec
-    base: WeightReader
 
     def read(self, name: str, folder: str) -> HostAdapter:
         """Reads an adapter that was not checked before.
@@ -156,7 +168,7 @@ class AdapterReader:
         return [self._host_copy(name, each) for name, each in self.files.opened.items()]
 
     def _host_copy(self, name: str, adapter: Adapter) -> HostAdapter:
-        base = base_weights(self.base)
+        base = base_weights(self.files.base)
         arrays = {x.parameter.name: adapter.arrays(x, base) for x in self.pool.shapes}
         version = AdapterVersion(name, adapter.version)
         notes = tuple(self.files.notes_of(name, adapter))

@@ -181,16 +181,13 @@ def _checked_adapters(options: Options, opened: OpenedModels) -> AdapterFiles | 
     model = opened.model
     if not options.lora.is_enabled:
         return None
-    if options.lora.folders and not isinstance(opened.checkpoint, Checkpoint):
-        raise ConfigError(
-            "--lora-paths requires a Hugging Face checkpoint with weights; give one as --model-path"
-        )
     if options.model.fp8_activations:
         raise ConfigError("--lora-paths is not supported with --fp8-activations; remove one")
     served = options.server.served_model_name or Path(options.model.model_path).name
     if taken := {served, DEFAULT_NAME} & options.lora.folders.keys():
         raise ConfigError(f"--lora-paths names an adapter {min(taken)}, as the model; rename it")
-    return AdapterFiles.of(options.lora, model, options.speculative.with_mtp)
+    base = opened.checkpoint if isinstance(opened.checkpoint, Checkpoint) else None
+    return AdapterFiles.of(options.lora, model, options.speculative.with_mtp, base)
 
 
 def _shares_fault(options: Options, model: ModelConfig, drafts: DrafterSpec) -> str | None:

@@ -14,7 +14,6 @@ from shared.boundary.tp_group import TPGroup
 from shared.drafts.checkpoint import DraftFiles
 from shared.drafts.drafter_spec import DrafterSpec
 from shared.engine.adapter_slots import HostAdapter
-from shared.models.checkpoint import Checkpoint
 from shared.models.formats.registry import choose_formats
 from shared.models.formats.weight_format import (
     FormatContext,
@@ -92,8 +91,7 @@ class ValidatedStartup:
         files, pool = self.adapter_files, self.memory.capacity.adapters
         if files is None or pool is None:
             return None
-        assert isinstance(self.opened.checkpoint, Checkpoint)  # the checks require it
-        return AdapterReader(files, pool, self.opened.checkpoint)
+        return AdapterReader(files, pool)
 
     def read_adapters(self) -> list[HostAdapter]:
         """Reads the adapters of the command line into host memory; see `AdapterReader.read_all`."""

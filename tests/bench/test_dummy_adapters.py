@@ -1,13 +1,15 @@
 """LoRA adapters with random weights of the step benches."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from bench.common.draft_config import PLAIN, Draft
 from bench.common.dummy_adapters import adapter_flags, adapter_name, add_adapters
-from bench.common.session import Load
+from bench.common.session import Load, Session
 from shared.boundary.adapter_pool import AdapterPoolSpec
 from shared.engine.adapter_slots import AdapterSlots
 from shared.models.families import config_from_folder
@@ -38,3 +40,18 @@ def test_dummy_adapters_fill_every_slot() -> None:
     words = slots.host_copy(slots.find(adapter_name(1))).words
     assert 4 * sum(map(len, words)) == pool.adapter_bytes
     assert all(np.isfinite(x.view(np.float32)).all() and x.any() for x in words)
+
+
+def test_session_without_checkpoint_serves_dummy_adapters() -> None:
+    load = Load(batch=2, prompt=4, output=10, temperature=0, top_p=1)
+    flags = ["--load-format", "dummy", *adapter_flags(2, 16)]
+    session = Session.begin("torch", QWEN3, Draft.parse(PLAIN), {}, flags, load)
+    try:
+        plain, one, two, again = (
+            session.round(replace(load, adapters=n)).texts for n in (0, 1, 2, 0)
+        )
+    finally:
+        session.end()
+    assert one == two
+    assert plain == again
+    assert all(a != b for a, b in zip(plain, one, strict=True))

@@ -21,6 +21,7 @@ from tests.support.lora_files import adapter_weights, write_adapter
 from tests.support.polling import wait_until
 from tests.support.serve_reference import PLATFORM
 
+DUMMY = "--load-format", "dummy"
 GOLDEN = Path(__file__).parents[1] / "golden"
 BASE = GOLDEN / "qwen3"
 DOWN_PROJ = "model.language_model.layers.0.mlp.down_proj"
@@ -120,21 +121,25 @@ def test_pool_of_target_modules_holds_other_adapters() -> None:
     assert alone.read_adapters() == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--load-format", "dummy"), "--lora-paths requires a Hugging Face checkpoint"),
-        (("--served-model-name", "all"), "names an adapter all, as the model"),
-    ],
-)
-def test_unsupported_options_with_adapters_raise(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        started(["--lora-paths", LORA, *words])
+def test_adapter_with_name_of_model_raises() -> None:
+    with pytest.raises(ConfigError, match="names an adapter all, as the model"):
+        started(["--lora-paths", LORA, "--served-model-name", "all"])
 
 
-def test_dummy_weights_have_adapter_slots() -> None:
-    words = ["--load-format", "dummy", "--max-lora-rank", "16", "--lora-target-modules", "all"]
-    assert started(words).memory.capacity.adapters.num_slots == 8
+def test_dummy_base_serves_adapters() -> None:
+    (stored,) = started(["--lora-paths", LORA]).read_adapters()
+    (named,) = started(["--lora-paths", LORA, *DUMMY]).read_adapters()
+    np.testing.assert_array_equal(named.words, stored.words)
+    start = started([*DUMMY, "--max-lora-rank", "16", "--lora-target-modules", "all"])
+    assert start.memory.capacity.adapters.num_slots == 8
+    assert start.read_adapters() == []
+    loaded = start.adapter_reader.read("all", str(GOLDEN / "qwen3_lora"))
+    assert loaded.adapter == named.adapter
+
+
+def test_dora_with_dummy_base_raises() -> None:
+    with pytest.raises(CheckpointError, match="uses DoRA, which requires the tensors"):
+        started(["--lora-paths", f"dora={GOLDEN / 'qwen3_lora_dora'}", *DUMMY])
 
 
 @pytest.mark.parametrize("base", ["qwen3", "qwen3_moe"])
