@@ -219,7 +219,10 @@ def imported_tokens(loop: TransferLoop) -> float:
 def compared(
     wait: Wait, model: Path, backend: str, load: WindowedLoad, flags: list[str], gpus: bool
 ) -> Iterator[Line]:
-    """Process of a decode engine: starts both engines, and yields the line of a model."""
+    """Process of a decode engine: starts both engines, and yields the line of a model.
+
+    The line is yielded after each measurement, with all before it.
+    """
     base = ["--model-path", str(model), "--grammar-backend", "none", *flags]
     use_gpu(None)
     prefill = Spawned.begin(
@@ -237,10 +240,10 @@ def compared(
         named = versions(backend, "cuda" if loop.served.device == "gpu" else "cpu")
         line: Line = {"model": model.name, "backend": backend, "versions": named}
         try:
-            measure(line, loop, decode, prefill, load)
-        except Exception as error:  # the measurements before it are kept
-            line["error"] = f"{type(error).__name__}: {error}"
-        yield line
+            for _ in measure(line, loop, decode, prefill, load):
+                yield line
+        except Exception as error:
+            yield line | {"error": f"{type(error).__name__}: {error}"}
         loop.close()
         prefill.line.close()
         prefill.end()
@@ -262,14 +265,19 @@ def said(process: Spawned, kind: str) -> Any:
 
 def measure(
     line: Line, loop: TransferLoop, flags: list[str], prefill: Spawned, load: WindowedLoad
-) -> None:
-    """Adds the measurements of a decode engine, alone and with each transfer backend."""
+) -> Iterator[None]:
+    """Adds the measurements of a decode engine, alone and with each transfer backend.
+
+    Yields:
+      None after each addition.
+    """
     clients = Clients(loop, loop.served.backend.capacity.vocab)
     loop.connect(None)
     times, first = first_token_times(clients, load)
     gaps, texts = gaps_meanwhile(clients, load)
     line["alone"] = {"ttft_ms": times, "interference": gaps}
     line["prefill_saved_ms"] = round(times["new"] - times["cached"], 3)
+    yield
     is_equal = True
     for name in TRANSFERS:
         loop.connect([*flags, "--disaggregation-transfer-backend", name])
@@ -279,6 +287,7 @@ def measure(
         prefill.line.send("evict")
         line[name]["ticket_ms"] = round(1000 * said(prefill, "evicted"), 3)
         is_equal &= tokens == first
+        yield
     loop.connect([*flags, "--disaggregation-transfer-backend", TRANSFERS[0]])
     before = imported_tokens(loop)
     gaps, separate = gaps_meanwhile(clients, load)
@@ -287,6 +296,7 @@ def measure(
     is_equal &= all(a[: len(b)] == b[: len(a)] for a, b in shared)
     line["tokens_are_equal"] = is_equal
     line["compared_tokens"] = sum(min(len(a), len(b)) for a, b in shared) + 2 * len(first)
+    yield
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -300,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--gpus", action="store_true", help="one GPU for each engine of a pair")
     add_options(parser, max_tokens=3000, rounds=3)
     add("--window-s", type=float, default=20.0, help="longest window of inter-token latency")
-    add("--out", type=Path, help="JSON file, written after every line")
+    add("--out", type=Path, help="JSON file, written after every measurement")
     options = parser.parse_args(words)
     load = WindowedLoad.of(options)
     works = [
@@ -309,15 +319,18 @@ def main(arguments: list[str] | None = None) -> int:
         for backend in options.backend
     ]
     command = shlex.join(["python", "-m", "bench.serving.disaggregation", *words])
-    found: Line = {"command": command, "cores": os.cpu_count(), "lines": []}
+    lines: dict[int, Line] = {}
     for number, line in in_turns(compared, works, len(works)):
         if isinstance(line, Exception):
-            line = {"model": works[number][0].name, "backend": works[number][1], "error": str(line)}
-        found["lines"].append(line)
-        print(json.dumps(line), flush=True)
+            named = {"model": works[number][0].name, "backend": works[number][1]}
+            line = lines.get(number, named) | {"error": str(line)}
+        lines[number] = line
         if options.out:
+            found = {"command": command, "cores": os.cpu_count(), "lines": [*lines.values()]}
             write_results(options.out, found)
-    return int(any("error" in line for line in found["lines"]))
+    for line in lines.values():
+        print(json.dumps(line))
+    return int(any("error" in line for line in lines.values()))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--pace-ms", type=float, default=50.0, help="time between events of the fake server")
     add("--rounds", type=int, default=3)
     add("--flags", help="flags of a torch server instead of the fake one, as one quoted word")
-    add("--out", type=Path, help="JSON file")
+    add("--out", type=Path, help="JSON file, written after each number of streams")
     return parser.parse_args(arguments)
 
 
@@ -201,6 +201,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = parse(words)
     pace_s = 0.0 if options.flags is not None else options.pace_ms / 1000
+    command = shlex.join(["python", "-m", "bench.serving.router_overhead", *words])
+    facts = {"command": command, "python": platform.python_version(), "cores": os.cpu_count()}
     rows = []
     with ExitStack() as ends:
         bare, routed = servers(options, ends)
@@ -210,10 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
             load = Load(streams, options.seconds, options.events, pace_s)
             rows.append(compared(urls, router, load, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
-    if options.out:
-        command = shlex.join(["python", "-m", "bench.serving.router_overhead", *words])
-        found = {"command": command, "python": platform.python_version(), "cores": os.cpu_count()}
-        write_results(options.out, found | {"load": os.getloadavg(), "rows": rows})
+            if options.out:
+                write_results(options.out, {**facts, "load": os.getloadavg(), "rows": rows})
     return 0
 
 

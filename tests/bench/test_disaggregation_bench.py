@@ -32,3 +32,15 @@ def test_bench_transfers_prompts_between_two_engines(tmp_path):
         assert found["prompt_tokens"] == 192
         assert found["prompt_parts"] > 1
         assert found["prompt_bytes"] > 0
+
+
+def test_killed_bench_keeps_earlier_measurements(tmp_path, monkeypatch):
+    path, alone = tmp_path / "found.json", {"ttft_ms": {"new": 2.0, "cached": 1.0}}
+    messages = [{"model": "target", "alone": alone}, RuntimeError("it has ended with code -9")]
+    monkeypatch.setattr(
+        disaggregation, "in_turns", lambda *_: ((0, message) for message in messages)
+    )
+    words = ["--model", str(DEMO), "--backend", "torch", "--out", str(path)]
+    assert disaggregation.main(words) == 1
+    (line,) = json.loads(path.read_text())["lines"]
+    assert line == {"model": "target", "alone": alone, "error": "it has ended with code -9"}

@@ -1,6 +1,8 @@
 """Hit rates of routing policies on a small workload, and a short run of the overhead benchmark."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +25,21 @@ def test_workload_is_reproducible():
     assert [len(chat) for chat in chats] == [5] * 3
     assert chats[0][0] == chats[1][0]
     assert chats[0][1] != chats[1][1]
+
+
+def test_router_overhead_keeps_rows_before_failure(tmp_path, monkeypatch):
+    def measured(urls, router, load, rounds):
+        if load.streams > 1:
+            raise ConnectionError("the stream ended early")
+        return {"streams": load.streams}
+
+    server = SimpleNamespace(url="http://127.0.0.1:1", process=SimpleNamespace(pid=os.getpid()))
+    monkeypatch.setattr(router_overhead, "servers", lambda *_: (server, server))
+    monkeypatch.setattr(router_overhead, "compared", measured)
+    path = tmp_path / "found.json"
+    with pytest.raises(ConnectionError):
+        router_overhead.main(["--streams", "1", "8", "--out", str(path)])
+    assert json.loads(path.read_text())["rows"] == [{"streams": 1}]
 
 
 @pytest.mark.matrix
