@@ -131,10 +131,15 @@ def test_adapted_packed_experts_match_spec(format: str, language: str) -> None:
 @pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("name", LARGE)
 def test_adapted_experts_tuned_tiles_bitwise_equal(name: str, num: int, rank: int) -> None:
-    """Each row has the same bits in both languages, for 1 to 2048 rows."""
+    """Each row has the same bits in both languages, for 1 to 2048 rows, beside a broken adapter."""
     case, want = given(num, rank, R=2048, hidden=2048, config=LARGE[name]), None
+    healthy = case["weights"].router.lora.slots != BROKEN
     for language in KERNELS:
         for rows in (2048, 512, 130, 40, 4, 1):
             got = run(language, of_rows(case, slice(rows)), dtype="bfloat16")
-            want = got if want is None else want
-            np.testing.assert_array_equal(got, want[:rows], err_msg=f"{language}, {rows} rows")
+            if want is None:  # of whole adapters
+                want, case = got, with_broken(case, BROKEN) if num >= BROKEN else case
+            same = healthy[:rows]
+            np.testing.assert_array_equal(
+                got[same], want[:rows][same], err_msg=f"{language}, {rows} rows"
+            )

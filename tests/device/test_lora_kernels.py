@@ -153,14 +153,14 @@ def test_adapted_packed_weights_equal_widened_ones(
 @pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("kind", PARTS)
 def test_adapted_tuned_tiles_bitwise_equal(kind: str, num: int, rank: int) -> None:
-    """Each row has the same bits in both languages, for 1 to 2048 rows.
+    """Each row has the same bits in both languages, for 1 to 2048 rows, beside a broken adapter.
 
     Rows without an adapter have those of a GEMM without adapters, which may run by WGMMA.
     """
     parts, K = {"gated": (6144, 6144), "added": (4096,)}.get(kind, (4096, 1024, 1024)), 4096
     x, weight = normal(0, 2048, K), normal(1, sum(parts), K) / 64
     weights, slots = adapters(num, rank, parts, K), np.arange(1, 2049) % (num + 1)
-    want = None
+    healthy, want = slots != HUGE, None
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
         outputs = sum(parts) // (2 if kind == "gated" else 1)
@@ -168,8 +168,12 @@ def test_adapted_tuned_tiles_bitwise_equal(kind: str, num: int, rank: int) -> No
             cut = table.of(item_bytes=2, rows=rows, outputs=outputs, gated=int(kind == "gated"))
             lora = RowAdapters(weights, slots[:rows])
             got = multiplied(language, kind, x[:rows], weight, lora, cut, "bfloat16")
-            want = got if want is None else want
-            np.testing.assert_array_equal(got, want[:rows], err_msg=f"{language}, {cut}")
+            if want is None:  # of whole adapters
+                want, weights = got, with_huge(weights) if num >= HUGE else weights
+            same = healthy[:rows]
+            np.testing.assert_array_equal(
+                got[same], want[:rows][same], err_msg=f"{language}, {cut}"
+            )
             bare = multiplied(language, kind, x[:rows], weight, None, cut, "bfloat16")
             own = slots[:rows] == 0
             np.testing.assert_array_equal(got[own], bare[own], err_msg=f"{language}, {cut}")
