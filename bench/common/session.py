@@ -231,9 +231,11 @@ class Session:
     def bytes_of(self, load: Load, routed: float | None = None) -> int:
         """Returns the bytes that a step must move in the middle of the outputs.
 
-        See `step_bytes` for `routed`.
+        See `step_bytes` for `routed`. Each adapter of the batch is read once.
         """
-        return step_bytes(*self._in_the_middle(load), routed)
+        pool = self.served.backend.capacity.adapters
+        adapters = 0 if pool is None else pool.adapter_bytes * min(load.adapters, load.batch)
+        return step_bytes(*self._in_the_middle(load), routed) + adapters
 
     def products_of(self, load: Load) -> int:
         """Returns the multiplications of a step in the middle of the outputs."""

@@ -10,10 +10,11 @@ random, so no draft is accepted; `--accept-length` simulates acceptance. Outputs
 to be equal are compared: between backends, and with plain decoding. An n-gram drafter has seen the
 previous round. On a CPU there are no kernels, clock and power. `--kernels` lists the longest
 kernels. `--adapters 0 1 8 --lora-rank 16` times requests of that many LoRA adapters, which have
-random weights and share one start. `--tp-size 1 2` also serves with two ranks and compares outputs;
-its limits are those of a rank. `--at-once 6` prepares six lines side by side, which must fit into
-GPU memory together, and times them one by one. `--temperature 0 0.8 --top-p 0.95` also times
-sampled steps and shows how much longer they take than greedy ones.
+random weights, and shows how much longer their steps take; a start has one rank. `--tp-size 1 2`
+also serves with two ranks and compares outputs; its limits are those of a rank. `--at-once 6`
+prepares six lines side by side, which must fit into GPU memory together, and times them one by one.
+`--temperature 0 0.8 --top-p 0.95` also times sampled steps and shows how much longer they take than
+greedy ones.
 """
 
 import argparse
@@ -175,52 +176,62 @@ def run(options: argparse.Namespace, command: str) -> Report:
     if options.at_once > 1:  # JAX would take most of a GPU's memory when it starts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # In one process JAX does so, and torch goes first.
-    for backend in sorted(options.backend, key=list(SIDES).index):
-        sizes = [*product(options.batch, options.overlap_depth, options.tp_size)]
-        starts = [Start(backend, draft, *size) for draft in drafts for size in sizes]
-        run_starts = _side_by_side if options.at_once > 1 else _one_by_one
-        run_starts(report, backend, starts, options)
+    backends = sorted(options.backend, key=list(SIDES).index)
+    sizes = [*product(options.batch, options.overlap_depth, options.tp_size)]
+    starts = [
+        Start(backend, draft, rank, batch, overlap, ranks)
+        for rank, backend, draft in product(options.lora_rank, backends, drafts)
+        for batch, overlap, ranks in sizes
+    ]
+    if options.at_once > 1:
+        _side_by_side(report, backends, starts, options)
+    else:
+        _one_by_one(report, backends, starts, options)
     return report
 
 
 class Start(NamedTuple):
-    """An engine that is to be started, once for all temperatures."""
+    """An engine that is to be started, once for all temperatures and numbers of adapters."""
 
     backend: str
     draft: Draft
+    lora_rank: int
     batch: int
     overlap: int
     ranks: int
 
 
 def _one_by_one(
-    report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
+    report: Report, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
-    """Serves each in this process."""
-    with operations(options.ops, backend):
-        rates = report.add_side(backend)
-    print(HEADER, flush=True)
-    for start in starts:
-        try:
-            for found in _served(lambda: None, start, rates, options):
-                report.add(*found)
-        except (ValueError, RankError, AllGatherTimeout) as error:
-            report.refuse(backend, start.draft, error)
+    """Serves each in this process, backend by backend."""
+    for backend in backends:
+        with operations(options.ops, backend):
+            rates = report.add_side(backend)
+        print(HEADER, flush=True)
+        for start in (each for each in starts if each.backend == backend):
+            try:
+                for found in _served(lambda: None, start, rates, options):
+                    report.add(*found)
+            except (ValueError, RankError, AllGatherTimeout) as error:
+                report.refuse(backend, start.draft, error)
 
 
 def _side_by_side(
-    report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
+    report: Report, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
     """Serves each in a process of its own; whatever fails, the others are served."""
-    (_, facts), *_ = in_turns(_facts, [(backend, options.ops)], 1)
-    if isinstance(facts, Exception):
-        raise facts
-    rates = report.add_side(backend, facts)
+    rates = dict[str, Rates]()
+    asked = [(backend, options.ops) for backend in backends]
+    for number, facts in in_turns(_facts, asked, len(asked)):
+        if isinstance(facts, Exception):
+            raise facts
+        rates[backends[number]] = report.add_side(backends[number], facts)
     print(HEADER, flush=True)
-    works = [(start, rates, options) for start in starts]
+    works = [(start, rates[start.backend], options) for start in starts]
     for number, found in in_turns(_served, works, options.at_once):
         if isinstance(found, Exception):
-            report.refuse(backend, starts[number].draft, found)
+            report.refuse(starts[number].backend, starts[number].draft, found)
         else:
             report.add(*found)
 
@@ -235,23 +246,25 @@ def _served(
     wait: Wait, start: Start, rates: Rates, options: argparse.Namespace
 ) -> Iterator[tuple[Line, Texts, bool]]:
     """A line for each temperature with its texts, and whether they are plain decoding's."""
-    backend, draft, batch, overlap, ranks = start
+    backend, draft, lora_rank, batch, overlap, ranks = start
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
-    more = adapter_flags(max(options.adapters), options.lora_rank)
+    counts = [*dict.fromkeys(min(adapters, batch) for adapters in options.adapters)]
+    more = adapter_flags(max(counts), lora_rank)
     with (
         operations(options.ops, backend),
         begun(backend, draft, load, options, overlap, ranks, wait, more) as session,
     ):
         sampled = [*zip(options.temperature, _top_ps(options), strict=True)]
-        greedy_ms: dict[int, float] = {}  # by the number of adapters
-        for adapters, (temperature, top_p) in product(options.adapters, sampled):
+        times: dict[tuple[int, float], float] = {}  # by the number of adapters and the temperature
+        for adapters, (temperature, top_p) in product(counts, sampled):
             asked = replace(load, temperature=temperature, top_p=top_p, adapters=adapters)
-            line = measure(session, asked, rates, options)
-            texts = line.pop("texts")
-            if not temperature:
-                greedy_ms[adapters] = line["ms"]
-            elif adapters in greedy_ms:
-                line["over_greedy"] = round(line["ms"] / greedy_ms[adapters] - 1, 4)
+            line: Line = measure(session, asked, rates, options) | {"lora_rank": lora_rank}
+            texts, ms = line.pop("texts"), line["ms"]
+            times[adapters, temperature] = ms
+            if temperature and (greedy := times.get((adapters, 0))):
+                line["over_greedy"] = round(ms / greedy - 1, 4)
+            if adapters and (base := times.get((0, temperature))):
+                line["over_base"] = round(ms / base - 1, 4)
             keeps_text = session.served.keeps_text_at(temperature)
             yield line | start_facts(session), texts, keeps_text
 
@@ -309,7 +322,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
     text = "LoRA adapters that requests take in turn, with random weights"
     parser.add_argument("--adapters", nargs="+", type=int, default=[0], metavar="N", help=text)
-    parser.add_argument("--lora-rank", type=int, default=16, metavar="R")
+    parser.add_argument("--lora-rank", nargs="+", type=int, default=[16], metavar="R")
     text = "lines to prepare side by side, each in its own process"
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
     return parser

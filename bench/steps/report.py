@@ -87,7 +87,8 @@ class Report:
 
     def add(self, line: Line, texts: Texts, keeps_text: bool) -> None:
         """Takes a line over, with what its texts are compared with."""
-        served = (line["batch"], line["temperature"], line["top_p"], line["adapters"])
+        adapters = line["adapters"], line["lora_rank"] if line["adapters"] else 0
+        served = (line["batch"], line["temperature"], line["top_p"], adapters)
         drafts = line["drafts"] if not keeps_text else PLAIN
         known = self._texts.setdefault((served, drafts), texts)
         line["texts"] = compared(texts, known) if known is not texts else None
@@ -139,10 +140,12 @@ def line_of(line: Line) -> str:
     comparison = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
     lot = line["simulated_accept_length"]
     notes = [] if lot is None else [f"simulated {lot:g}"]
-    notes += [f"{line['adapters']} adapters"] * (line["adapters"] > 0)
+    if line["adapters"]:
+        notes.append(f"{line['adapters']} adapters of rank {line['lora_rank']}")
     notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
-    if "over_greedy" in line:
-        notes.append(f"{line['over_greedy']:+.1%} over greedy")
+    for key in ("greedy", "base"):
+        if f"over_{key}" in line:
+            notes.append(f"{line[f'over_{key}']:+.1%} over {key}")
     notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
     notes += ["COMPILED WHILE TIMED"] * bool(line["programs_made_while_timed"])
     return (

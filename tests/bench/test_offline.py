@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +102,30 @@ def test_report_lines_are_timed_printed_and_written(model, tmp_path, capsys):
     assert printed.count("equal") == 4
     assert printed.count("over greedy") == 3
     assert "unsupported: torch, EAGLE S=1" in printed
+
+
+@pytest.mark.parametrize(
+    ("at_once", "backends"),
+    [("1", ["torch"]), pytest.param("4", ["torch", "jax"], marks=pytest.mark.matrix)],
+)
+def test_adapters_compared_with_base(at_once, backends, model, capsys):
+    line = ["--backend", *backends, "--batch", "2", "--drafts", "none", "--at-once", at_once]
+    report = run(model, *line, "--adapters", "0", "1", "8", "--lora-rank", "16", "32")
+    assert not report.found["refused"]
+    lines, printed = report.found["lines"], capsys.readouterr().out
+    found = [(each["lora_rank"], each["backend"], each["adapters"]) for each in lines]
+    assert found == [*product((16, 32), backends, (0, 1, 2))]
+    for first in range(0, len(lines), 3):
+        base, *adapted = lines[first : first + 3]
+        assert "over_base" not in base
+        for each in adapted:
+            assert each["over_base"] == pytest.approx(each["ms"] / base["ms"] - 1, abs=1e-3)
+            assert each["limit_ms"] > base["limit_ms"]
+    assert printed.count("over base") == 4 * len(backends)
+    assert printed.count("2 adapters of rank 32") == len(backends)
+    # Five texts are different: the base model's, and one for each rank and number of adapters.
+    assert sum(each["texts"] is not None for each in lines) == len(lines) - 5
+    assert not report.has_other_texts
 
 
 @pytest.mark.matrix
