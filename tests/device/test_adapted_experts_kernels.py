@@ -130,12 +130,15 @@ def test_adapted_packed_experts_match_spec(format: str, language: str) -> None:
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
 @pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("name", LARGE)
-def test_adapted_experts_tuned_tiles_bitwise_equal(name: str, num: int, rank: int) -> None:
+@pytest.mark.parametrize("counts", [(512, 40, 4, 1), (2048, 130)], ids=["few", "many"])
+def test_adapted_experts_tuned_tiles_bitwise_equal(
+    counts: tuple[int, ...], name: str, num: int, rank: int
+) -> None:
     """Each row has the same bits in both languages, for 1 to 2048 rows, beside a broken adapter."""
-    case, want = given(num, rank, R=2048, hidden=2048, config=LARGE[name]), None
+    case, want = given(num, rank, R=counts[0], hidden=2048, config=LARGE[name]), None
     healthy = case["weights"].router.lora.slots != BROKEN
     for language in KERNELS:
-        for rows in (2048, 512, 130, 40, 4, 1):
+        for rows in counts:
             got = run(language, of_rows(case, slice(rows)), dtype="bfloat16")
             if want is None:  # of whole adapters
                 want, case = got, with_broken(case, BROKEN) if num >= BROKEN else case

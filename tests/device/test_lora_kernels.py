@@ -152,19 +152,22 @@ def test_adapted_packed_weights_equal_widened_ones(
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
 @pytest.mark.parametrize(("num", "rank"), [(8, 16), (1, 64)])
 @pytest.mark.parametrize("kind", PARTS)
-def test_adapted_tuned_tiles_bitwise_equal(kind: str, num: int, rank: int) -> None:
+@pytest.mark.parametrize("counts", [(512, 130, 40, 20, 9, 1), (2048, 300)], ids=["few", "many"])
+def test_adapted_tuned_tiles_bitwise_equal(
+    counts: tuple[int, ...], kind: str, num: int, rank: int
+) -> None:
     """Each row has the same bits in both languages, for 1 to 2048 rows, beside a broken adapter.
 
     Rows without an adapter have those of a GEMM without adapters, which may run by WGMMA.
     """
     parts, K = {"gated": (6144, 6144), "added": (4096,)}.get(kind, (4096, 1024, 1024)), 4096
-    x, weight = normal(0, 2048, K), normal(1, sum(parts), K) / 64
-    weights, slots = adapters(num, rank, parts, K), np.arange(1, 2049) % (num + 1)
+    x, weight = normal(0, counts[0], K), normal(1, sum(parts), K) / 64
+    weights, slots = adapters(num, rank, parts, K), np.arange(1, len(x) + 1) % (num + 1)
     healthy, want = slots != HUGE, None
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
         outputs = sum(parts) // (2 if kind == "gated" else 1)
-        for rows in (2048, 512, 300, 130, 40, 20, 9, 1):
+        for rows in counts:
             cut = table.of(item_bytes=2, rows=rows, outputs=outputs, gated=int(kind == "gated"))
             lora = RowAdapters(weights, slots[:rows])
             got = multiplied(language, kind, x[:rows], weight, lora, cut, "bfloat16")
