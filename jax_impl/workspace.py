@@ -3,7 +3,7 @@
 from functools import partial
 
 from jax_impl.ops.attention.attention import BLOCK
-from kernels.latent_tiles import partial_bytes
+from kernels.latent_tiles import latent_bytes
 from kernels.tiles import MOST_LANES
 from shared.boundary.backend import BackendLimits, BackendSpec
 from shared.boundary.program import Program
@@ -23,7 +23,8 @@ def blocked_attention(
 
 
 ON_CPU = WorkspaceCosts.of_framework(blocked_attention)
-ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES, partial_bytes))
+_LATENT = partial(latent_bytes, copies_lanes=True)
+ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES, _LATENT))
 
 
 def workspace(program: Program, blueprint: BackendSpec) -> int:

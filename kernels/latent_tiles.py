@@ -13,8 +13,8 @@ COMBINED, COMBINED_COLUMNS, COMBINED_HEADS = 8, 4, 8
 """Splits that `latent_combine` loads per step, and columns and heads of a program."""
 SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
 """Maximum lanes and programs of tiles with several programs, which bound the partial results."""
-WIDE_LANES = 64
-"""Maximum lanes of wide blocks, which are those of more than `SPLIT_LANES`."""
+SM90_LANES, SM90_RANK, SM90_ROPE = 64, 512, 64
+"""Lanes of a program of `latent_attention_sm90`, and its columns of latents and rope keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,9 @@ class LatentAttentionTiles:
       programs: Programs of a launch. If lanes need fewer, several share the positions of a request
         (split-KV).
       warps, stages: Warps and pipeline stages of the kernel.
+
+    With `SM90_LANES` lanes, `latent_attention_sm90` processes the calls that it supports, and
+    programs have `SPLIT_LANES` lanes in others.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests", "rank")
@@ -73,8 +76,8 @@ class LatentAttentionTiles:
         # WGMMA requires a warpgroup, and its results have at least 16 lanes here.
         check_powers_of_two(self, {"lanes": 16, "warps": 4})
         check_at_least(self, programs=1, stages=1)
-        if self.lanes > WIDE_LANES:
-            raise ValueError(f"lanes must be at most {WIDE_LANES}, got {self.lanes}")
+        if self.lanes > SM90_LANES:
+            raise ValueError(f"lanes must be at most {SM90_LANES}, got {self.lanes}")
         if self.programs > 1 and (self.lanes > SPLIT_LANES or self.programs > SPLIT_PROGRAMS):
             raise ValueError(
                 f"tiles with several programs must have at most {SPLIT_LANES} lanes and "
@@ -89,7 +92,7 @@ class LatentAttentionTiles:
           pairs: Maximum (row, head) pairs of a request.
           requests: Number of requests.
         """
-        lanes = min(self.lanes, _padded(pairs))
+        lanes = min(self.lanes, SPLIT_LANES, _padded(pairs))
         blocks = -(-pairs // lanes)
         return lanes, blocks, max(1, self.programs // (blocks * requests))
 
@@ -120,7 +123,17 @@ def most_splits(
     return splits_of(capacity, near, split, far_split) if sharing > 1 else 0
 
 
-def partial_bytes(
+def sm90_blocks(pairs: int, requests: int) -> int:
+    """Returns the maximum blocks of `SM90_LANES` lanes of a call.
+
+    Args:
+      pairs: (Row, head) pairs of all requests.
+      requests: Number of requests; each can have a block with fewer lanes.
+    """
+    return pairs // SM90_LANES + requests
+
+
+def latent_bytes(
     pairs: int,
     most_pairs: int,
     requests: int,
@@ -129,36 +142,25 @@ def partial_bytes(
     near: int,
     split: int,
     far_split: int,
+    *,
+    copies_lanes: bool = False,
 ) -> int:
-    """Returns the maximum bytes of partial results, or of totals of wide blocks, with any tiles.
+    """Returns the maximum bytes of partial results, or of blocks of `latent_attention_sm90`, with
+    any tiles.
 
     Args:
       pairs, most_pairs: (Row, head) pairs of all requests, and the maximum of a request.
       requests: Number of requests.
       capacity, near, split, far_split: See `splits_of`.
       rank: Columns of the latent.
+      copies_lanes: Whether queries and outputs are copied into blocks and out of them.
     """
-    splits = most_splits(most_pairs, requests, capacity, near, split, far_split)
-    blocks = wide_totals(pairs, requests, WIDE_LANES) if most_pairs > SPLIT_LANES else 0
-    wide = blocks * WIDE_LANES * (total_columns(rank) + 2)
-    return 4 * max(splits * pairs * (rank + 2), wide)
-
-
-def wide_totals(pairs: int, requests: int, lanes: int) -> int:
-    """Returns the number of totals of wide blocks: one for each block that can have lanes.
-
-    Args:
-      pairs: (Row, head) pairs of all requests.
-      requests: Number of requests; each can have a block with fewer lanes.
-      lanes: Lanes of a block.
-    """
-    return pairs // lanes + requests
-
-
-def total_columns(rank: int) -> int:
-    """Returns the columns of the total of a wide block: those of all loaded blocks."""
-    width, _ = block_widths(rank, 1)
-    return -(-rank // width) * width
+    parts = most_splits(most_pairs, requests, capacity, near, split, far_split) * pairs
+    has_blocks = most_pairs > SPLIT_LANES and rank == SM90_RANK
+    blocks = sm90_blocks(pairs, requests) if has_blocks else 0
+    lane = (2 * SM90_RANK + SM90_ROPE) * 2 if copies_lanes else 0
+    totals = min(blocks, SPLIT_PROGRAMS) * rank * 4
+    return max(parts * (rank + 2) * 4, SM90_LANES * (totals + blocks * lane))
 
 
 def block_widths(rank: int, rope: int) -> tuple[int, int]:

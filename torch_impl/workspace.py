@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kernels.latent_tiles import partial_bytes
+from kernels.latent_tiles import latent_bytes
 from kernels.tiles import MOST_LANES
 from shared.boundary.backend import BackendSpec
 from shared.boundary.program import Program
@@ -14,7 +14,7 @@ from shared.boundary.workspace import (
 )
 
 ON_CPU = WorkspaceCosts.of_framework(gathered_attention)
-ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES, partial_bytes))
+ON_GPU = WorkspaceCosts.of_framework(partial(split_attention, MOST_LANES, latent_bytes))
 
 
 def workspace(program: Program, blueprint: BackendSpec) -> int:

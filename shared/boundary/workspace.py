@@ -45,8 +45,8 @@ PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
 half of them are real."""
 
-PartialBytes = Callable[[int, int, int, int, int, int, int, int], int]
-"""Maximum bytes of partial results in latent attention: `kernels.latent_tiles.partial_bytes`."""
+LatentBytes = Callable[[int, int, int, int, int, int, int, int], int]
+"""Maximum bytes of partial results in latent attention: `kernels.latent_tiles.latent_bytes`."""
 
 AttentionBytes = Callable[[Program, SelfAttentionConfig, BackendLimits, int], int]
 
@@ -146,7 +146,7 @@ def gathered_attention(
 
 def split_attention(
     max_pairs: int,
-    latent_partials: PartialBytes,
+    latent_partials: LatentBytes,
     program: Program,
     attention: SelfAttentionConfig,
     capacity: BackendLimits,
@@ -173,7 +173,7 @@ def split_attention(
 
 
 def _latent_bytes(
-    partial_bytes: PartialBytes,
+    latent_bytes: LatentBytes,
     program: Program,
     attention: LatentAttentionConfig,
     capacity: BackendLimits,
@@ -189,7 +189,7 @@ def _latent_bytes(
     near, split, far_split = order["near"], order["split"], order["far_split"]
     heads, positions = attention.num_heads, program.pages * capacity.page_size
     parts = max(
-        partial_bytes(
+        latent_bytes(
             (program.tokens or program.batch * rows) * heads,
             rows * heads,
             program.batch,

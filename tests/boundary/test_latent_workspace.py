@@ -1,17 +1,11 @@
 """Workspace of latent attention: partial results of the kernels for any tiles and batch."""
 
+from functools import partial
 from itertools import product
 
-import numpy as np
 import pytest
 
-from kernels.latent_tiles import (
-    LatentAttentionTiles,
-    most_splits,
-    partial_bytes,
-    splits_of,
-    wide_totals,
-)
+from kernels.latent_tiles import LatentAttentionTiles, latent_bytes, most_splits, splits_of
 from kernels.tiles import Tiles
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.workspace import split_attention
@@ -35,7 +29,7 @@ def test_most_splits_bound_partial_results_of_tables(language: str) -> None:
             assert found <= most_splits(pairs, requests, capacity, **ORDER)
 
 
-def test_wide_tiles_beyond_bound_raise() -> None:
+def test_tiles_beyond_sm90_lanes_raise() -> None:
     with pytest.raises(ValueError, match="lanes must be at most 64, got 128"):
         LatentAttentionTiles(lanes=128, programs=1, warps=8, stages=2)
 
@@ -58,7 +52,7 @@ def test_latent_workspace_counts_partial_results_per_split() -> None:
         shape=shape,
         extras=ProgramFeature.NONE,
     )
-    found = split_attention(0, partial_bytes, program, mixer, capacity, 2)
+    found = split_attention(0, latent_bytes, program, mixer, capacity, 2)
     far = 32768 * capacity.page_size - ORDER["near"]
     splits = ORDER["near"] // ORDER["split"] + far // ORDER["far_split"]
     pairs = 4 * 20
@@ -81,7 +75,7 @@ def test_latent_workspace_counts_passes_of_few_rows() -> None:
     positions = 4096 * capacity.page_size
     assert most_splits(4 * 128, 8, positions, **ORDER) == 0
     parts = most_splits(128, 8, positions, **ORDER) * 8 * 128
-    found = split_attention(0, partial_bytes, program, mixer, capacity, 2)
+    found = split_attention(0, latent_bytes, program, mixer, capacity, 2)
     assert parts > 0
     assert found == verified + parts * (512 + 2) * 4
 
@@ -92,33 +86,20 @@ def test_latent_workspace_of_plain_decoding_is_one_pass() -> None:
     shape, extras = TreeShape.chain(0, 8), ProgramFeature.NONE
     kind = StepKind.DECODE
     program = Program(work=kind, batch=8, pages=8, tokens=0, shape=shape, extras=extras)
-    found = split_attention(0, partial_bytes, program, mixer, capacity, 2)
+    found = split_attention(0, latent_bytes, program, mixer, capacity, 2)
     splits = most_splits(20, 8, 8 * capacity.page_size, **ORDER)
     assert found == 8 * 20 * ((576 + 512) * 2 + splits * (512 + 2) * 4)
 
 
-def test_latent_workspace_counts_totals_of_prefill() -> None:
-    """A prompt of two requests has a total for each of its lanes, and for those of two blocks."""
+@pytest.mark.parametrize(("copies_lanes", "copied"), [(False, 0), (True, (576 + 512) * 2)])
+def test_latent_workspace_counts_blocks_of_prefill(copies_lanes: bool, copied: int) -> None:
+    """A prompt of two requests has 132 totals, and its lanes fill 640 blocks and parts of two."""
     mixer = config_from_folder("bench/shapes/glm-4.7-flash").attentions[0]
     capacity = contract_capacity(contract_model()[0])
     shape, extras = TreeShape.chain(0, 2), ProgramFeature.NONE
     kind = StepKind.PREFILL
     program = Program(work=kind, batch=2, pages=8, tokens=2048, shape=shape, extras=extras)
-    found = split_attention(0, partial_bytes, program, mixer, capacity, 2)
+    counted = partial(latent_bytes, copies_lanes=copies_lanes)
+    found = split_attention(0, counted, program, mixer, capacity, 2)
     pairs = 2048 * 20
-    assert found == pairs * (576 + 512) * 2 + (pairs + 2 * 64) * (512 + 2) * 4
-
-
-def test_wide_totals_of_requests_do_not_overlap() -> None:
-    heads, lanes = 20, 64
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        rows = rng.integers(0, 30, rng.integers(1, 6))
-        starts = np.cumsum(rows) - rows
-        slots = [
-            start * heads // lanes + request + block
-            for request, (start, count) in enumerate(zip(starts, rows, strict=True))
-            for block in range(-(-count * heads // lanes))
-        ]
-        assert len(set(slots)) == len(slots)
-        assert max(slots, default=0) < wide_totals(rows.sum() * heads, len(rows), lanes)
+    assert found == pairs * (576 + 512) * 2 + 64 * (132 * 512 * 4 + (640 + 2) * copied)

@@ -93,22 +93,12 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 TREE = CASES["tree"]
-WIDE_TREE = attend_case(
-    tree_case, 10, (32, 16), num_nodes=[7, 4, 1], lengths=[30, 17, 119], columns=9
-)
-"""Requests with one block of 64 lanes and with two; their rows end inside a block."""
-ALONE, SHARED, WIDE = {"programs": 1}, {"programs": 64}, {"programs": 1, "lanes": 64}
-CHANGES = pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
-TREES = pytest.mark.parametrize(
-    ("tree", "changes"),
-    [(TREE, ALONE), (TREE, SHARED), (WIDE_TREE, WIDE)],
-    ids=["alone", "shared", "wide"],
-)
+ALONE, SHARED = {"programs": 1}, {"programs": 64}
 FAR = replace(LATENT_ATTENTION, near=512, far_split=256)
 """Order with far splits in short requests."""
 
 
-@CHANGES
+@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize(
     ("language", "name"), in_languages(CASES, {"tree", "padded latent", "half precision"})
 )
@@ -153,7 +143,7 @@ def only(case: AttendCase, request: int, rows: slice, start: int = 0) -> AttendC
     return replace(case, rows=alone)
 
 
-@CHANGES
+@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("language", KERNELS)
 def test_latent_attention_row_is_batch_invariant(changes: dict[str, int], language: str) -> None:
     case, run = CASES["half precision"], RUNS[language]
@@ -191,88 +181,39 @@ def test_latent_attention_small_pages_equal_large(run: Run) -> None:
     np.testing.assert_array_equal(run(replace(large, rows=small)), run(large))
 
 
-@TREES
+@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_latent_attention_nan_reaches_only_visible_rows(
-    bad: float, tree: AttendCase, changes: dict[str, int], run: Run
+    bad: float, changes: dict[str, int], run: Run
 ) -> None:
-    node, rows = 1, tree.rows
+    node, rows = 1, TREE.rows
     pages = rows.k_pages.copy()
     pages[rows.page_table[0, (30 + node) // 16], (30 + node) % 16, :, 3] = bad
-    got = run(replace(tree, rows=replace(rows, k_pages=pages)), **changes)
+    got = run(replace(TREE, rows=replace(rows, k_pages=pages)), **changes)
     spoiled = rows.window[:, node] & (rows.request == 0)
     assert 1 <= spoiled.sum() < 6
     assert not np.isfinite(got[spoiled]).all(axis=(1, 2)).any()
-    np.testing.assert_array_equal(got[~spoiled], run(tree, **changes)[~spoiled])
+    np.testing.assert_array_equal(got[~spoiled], run(TREE, **changes)[~spoiled])
 
 
-@pytest.mark.parametrize(
-    ("tree", "changes"), [(TREE, {}), (WIDE_TREE, WIDE)], ids=["usual", "wide"]
-)
-def test_latent_attention_ignores_nan_in_unwritten_positions(
-    tree: AttendCase, changes: dict[str, int], run: Run
-) -> None:
-    rows = tree.rows
+def test_latent_attention_ignores_nan_in_unwritten_positions(run: Run) -> None:
+    rows = TREE.rows
     used = np.zeros(rows.k_pages.shape[:2], bool)
     for request, length in enumerate((37, 21, 120)):
         positions = np.arange(length)
         used[rows.page_table[request, positions // 16], positions % 16] = True
     pages = np.where(used[..., None, None], rows.k_pages, np.float32(np.nan))
-    got = run(replace(tree, rows=replace(rows, k_pages=pages)), **changes)
-    np.testing.assert_array_equal(got, run(tree, **changes))
+    got = run(replace(TREE, rows=replace(rows, k_pages=pages)))
+    np.testing.assert_array_equal(got, run(TREE))
 
 
-@TREES
-def test_latent_attention_padding_rows_are_zero(
-    tree: AttendCase, changes: dict[str, int], run: Run
-) -> None:
-    rows = tree.rows
-    assert not run(tree, **changes)[rows.num_rows :].any()
+@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
+def test_latent_attention_padding_rows_are_zero(changes: dict[str, int], run: Run) -> None:
+    rows = TREE.rows
+    assert not run(TREE, **changes)[rows.num_rows :].any()
     idle = replace(rows, row_starts=0 * rows.row_starts, until=0 * rows.until)
     idle = replace(idle, window=idle.window & False)
-    assert not run(replace(tree, rows=idle), **changes).any()
-
-
-WIDE_CASES = {
-    "many splits": attend_case(
-        tree_case,
-        10,
-        (32, 16),
-        num_nodes=[7, 3, 7],
-        lengths=[1100, 509, 512],
-        page=64,
-        columns=18,
-    ),
-    "draft KV from an offset": attend_case(
-        tree_case,
-        10,
-        (80, 24),
-        num_nodes=[5, 7, 2],
-        lengths=[300, 290, 40],
-        draft_from=(170, 290, 80),
-        columns=24,
-    ),
-}
-"""Requests with several blocks of 64 lanes, some of them spare, that end inside splits."""
-
-
-@pytest.mark.parametrize("name", WIDE_CASES)
-def test_latent_attention_wide_matches_spec(name: str, run: Run) -> None:
-    case = WIDE_CASES[name]
-    np.testing.assert_allclose(run(case, FAR, **WIDE), specified(case), atol=FLOAT32, rtol=0)
-
-
-# XLA's products on a CPU have other bits with other lanes.
-@pytest.mark.parametrize("language", KERNELS if ON_GPU else ["triton"])
-@pytest.mark.parametrize("order", [FAR, LATENT_ATTENTION], ids=["far splits", "near splits"])
-@pytest.mark.parametrize("name", WIDE_CASES)
-def test_latent_attention_wide_equals_narrow(
-    name: str, order: LatentAttentionOrder, language: str
-) -> None:
-    case, run = WIDE_CASES[name], RUNS[language]
-    wide = run(case, order, **WIDE)
-    for lanes in (16, 32):
-        np.testing.assert_array_equal(wide, run(case, order, **ALONE, lanes=lanes))
+    assert not run(replace(TREE, rows=idle), **changes).any()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +229,7 @@ def test_latent_attention_order_changes_bits_within_tolerance(changed: dict, run
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreters have other products and functions")
-@pytest.mark.parametrize("changes", [ALONE, SHARED, WIDE], ids=["alone", "shared", "wide"])
+@pytest.mark.parametrize("changes", [ALONE, SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("name", CASES)
 def test_latent_attention_bits_equal_in_both_languages(name: str, changes: dict[str, int]) -> None:
     case = CASES[name]
@@ -302,11 +243,9 @@ def test_latent_attention_tiles_share_positions_of_few_lanes() -> None:
     assert tiles.programs_of(40_960, 1) == (32, 1280, 1)
 
 
-@pytest.mark.parametrize(("lanes", "programs"), [(32, 1), (32, 132), (64, 1)])
+@pytest.mark.parametrize("programs", [1, 132])
 @pytest.mark.parametrize(("rank", "rope"), [(16, 8), (80, 24), (512, 64)])
-def test_pallas_latent_attention_lowers_for_gpu(
-    rank: int, rope: int, lanes: int, programs: int
-) -> None:
+def test_pallas_latent_attention_lowers_for_gpu(rank: int, rope: int, programs: int) -> None:
     # The interpreter accepts operations and sizes that the lowering rejects.
     R, heads, B, page, columns = 6, 20, 2, 64, 16
     ints = [(1,), (B, columns), (B + 1,), (R,), (R,)]
@@ -316,8 +255,92 @@ def test_pallas_latent_attention_lowers_for_gpu(
         *(jax.ShapeDtypeStruct(shape, "int32") for shape in ints),
         jax.ShapeDtypeStruct((R, 3), "bool"),
     ]
-    tiles = LatentAttentionTiles(lanes=lanes, programs=programs, warps=4, stages=2)
+    tiles = LatentAttentionTiles(lanes=32, programs=programs, warps=4, stages=2)
     attend = partial(pallas.attend_latent, rank=rank, max_rows=3, scale=0.1, tiles=tiles)
     attend = jax.jit(partial(attend, **LATENT_ATTENTION.sizes_for(2)))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == (2 if programs > 1 else 1)
+
+
+ON_A_GPU = pytest.mark.skipif(not ON_GPU, reason="no interpreter has WGMMA and TMA")
+SM90, NARROW = 64, 32
+"""Lanes of the kernel with WGMMA and TMA, and of the other."""
+sm90_case = partial(attend_case, sizes=(512, 64), page=64, half=True)
+sm90_trees = partial(sm90_case, tree_case, lengths=[70, 1530, 0], columns=25)
+SM90_CASES = {
+    "prompts": sm90_case(prompt_case, 20, chunks=[(0, 70), (1000, 1033), (20, 21)]),
+    "many blocks": sm90_case(prompt_case, 128, chunks=[(900, 1000)]),
+    "trees": sm90_trees(20, num_nodes=[7, 6, 5]),
+    "wide trees": sm90_trees(5, num_nodes=[40, 7, 33], nodes=40),
+    "request without rows": sm90_trees(5, num_nodes=[4, 0, 2]),
+}
+EACH = pytest.mark.parametrize("language", KERNELS)
+
+
+def run_alone(
+    language: str, case: AttendCase, lanes: int, order: LatentAttentionOrder = LATENT_ATTENTION
+) -> np.ndarray:
+    """Runs a kernel with programs that read all positions of their lanes."""
+    return RUNS[language](case, order, lanes=lanes, programs=1)
+
+
+def test_latent_tiles_of_64_lanes_have_narrow_blocks() -> None:
+    tiles = LatentAttentionTiles(lanes=64, programs=1, warps=8, stages=2)
+    assert tiles.programs_of(40_960, 1) == (32, 1280, 1)
+
+
+@EACH
+def test_latent_attention_of_64_lanes_falls_back(language: str) -> None:
+    """Latents of 24 columns are not supported by the kernel."""
+    case = attend_case(tree_case, 10, (24, 8), num_nodes=[7, 4], lengths=[30, 17], columns=3)
+    got, want = (run_alone(language, case, lanes) for lanes in (SM90, NARROW))
+    np.testing.assert_array_equal(got, want)
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("order", [LATENT_ATTENTION, FAR], ids=["near", "far"])
+@pytest.mark.parametrize("name", SM90_CASES)
+@EACH
+def test_latent_attention_sm90_bitwise_equal(
+    name: str, order: LatentAttentionOrder, language: str
+) -> None:
+    case = SM90_CASES[name]
+    got, want = (run_alone(language, case, lanes, order) for lanes in (SM90, NARROW))
+    np.testing.assert_array_equal(got, want)
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@EACH
+def test_latent_attention_sm90_nan_reaches_only_visible_rows(bad: float, language: str) -> None:
+    case, node = SM90_CASES["trees"], 1
+    rows = case.rows
+    pages = rows.k_pages.copy()
+    pages[rows.page_table[0, (70 + node) // 64], (70 + node) % 64, :, 3] = bad
+    got = run_alone(language, replace(case, rows=replace(rows, k_pages=pages)), SM90)
+    spoiled = rows.window[:, node] & (rows.request == 0)
+    assert 1 <= spoiled.sum() < 7
+    assert not np.isfinite(got[spoiled]).all(axis=(1, 2)).any()
+    np.testing.assert_array_equal(got[~spoiled], run_alone(language, case, SM90)[~spoiled])
+
+
+@ON_A_GPU
+@EACH
+def test_latent_attention_sm90_ignores_unwritten_positions(language: str) -> None:
+    case = SM90_CASES["prompts"]
+    rows = case.rows
+    used = np.zeros(rows.k_pages.shape[:2], bool)
+    for request, length in enumerate((70, 1033, 21)):
+        positions = np.arange(length)
+        used[rows.page_table[request, positions // 64], positions % 64] = True
+    pages = np.where(used[..., None, None], rows.k_pages, np.float32(np.nan))
+    broken: AttendCase = replace(case, rows=replace(rows, k_pages=pages))
+    got, want = (run_alone(language, each, SM90) for each in (broken, case))
+    np.testing.assert_array_equal(got, want)
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("name", SM90_CASES)
+def test_latent_attention_sm90_bits_equal_in_both_languages(name: str) -> None:
+    got, want = (run_alone(language, SM90_CASES[name], SM90) for language in ("pallas", "triton"))
+    np.testing.assert_array_equal(got, want)

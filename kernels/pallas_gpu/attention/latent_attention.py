@@ -19,21 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.latent_tiles import (
-    LatentAttentionTiles,
-    block_widths,
-    splits_of,
-    total_columns,
-    wide_totals,
-)
+from kernels.latent_tiles import SM90_LANES, LatentAttentionTiles, block_widths, splits_of
 from kernels.pallas_gpu.attention.attention import window_operand
 from kernels.pallas_gpu.attention.latent_attention_mainloop import (
     LatentRange,
     LatentWork,
-    store_block,
     sum_positions,
 )
-from kernels.pallas_gpu.attention.latent_attention_wide import attend_wide
+from kernels.pallas_gpu.attention.latent_attention_sm90 import attend_latent_sm90, takes
 from kernels.pallas_gpu.attention.latent_combine import combine, request_splits, tile_range
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
@@ -41,13 +34,7 @@ from kernels.pallas_gpu.attention.split_kv import SplitPartials
 
 
 class LatentRefs(NamedTuple):
-    """Global memory references of a program.
-
-    Attributes:
-      q, pool, layer, table, starts, first, until, window: See `attend_latent`.
-      out: Outputs; None if programs share positions.
-      parts: Partial results, or totals of wide blocks; None without.
-    """
+    """Global memory references of a program; `out` or `parts` is written."""
 
     q: Any
     pool: Any
@@ -57,8 +44,7 @@ class LatentRefs(NamedTuple):
     first: Any
     until: Any
     window: Any
-    out: Any
-    parts: Any
+    results: Any
 
 
 def attend_latent(
@@ -84,7 +70,7 @@ def attend_latent(
     """Same as `shared.spec.latent_attention.attend_latent`, for flat rows grouped by request.
 
     If lanes are few, several programs share the positions of a request, and a second kernel
-    combines their partial results. If they are many, blocks are wide (`latent_attention_wide`).
+    combines their partial results.
 
     Args:
       q: Queries in absorbed form.
@@ -99,6 +85,23 @@ def attend_latent(
       interpret: Run on a CPU.
     """
     (R, Hq, size), B = q.shape, len(page_table)
+    # Mosaic GPU's interpreter does not support inline PTX.
+    if tiles.lanes == SM90_LANES and takes(pool, window, rank, tile) and not interpret:
+        return attend_latent_sm90(
+            q,
+            pool,
+            layer,
+            page_table,
+            row_starts,
+            first,
+            until,
+            window,
+            near=near,
+            split=split,
+            far_split=far_split,
+            scale=scale,
+            tiles=tiles,
+        )
     lanes, blocks, sharing = tiles.programs_of(max_rows * Hq, B)
     width, rope_width = block_widths(rank, size - rank)
     work = LatentWork(
@@ -120,20 +123,16 @@ def attend_latent(
     out = jax.ShapeDtypeStruct((R, Hq, rank), q.dtype)
     capacity = page_table.shape[1] * pool.shape[3]
     splits = splits_of(capacity, near, split, far_split)
-    if work.is_wide:
-        written = (out,) + _totals(wide_totals(R * Hq, B, lanes), work)
-    else:
-        written = out if sharing == 1 else _partials(splits, R, Hq, rank)
     results = pl.pallas_call(
         partial(_attend_latent_kernel, work=work, interpret=interpret),
         grid=(blocks, sharing, B),
-        out_shape=written,
+        out_shape=out if sharing == 1 else _partials(splits, R, Hq, rank),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="latent_attention",
     )(q, pool, layer, page_table, row_starts, first, until, window_operand(window))
     if sharing == 1:
-        return results[0] if work.is_wide else results
+        return results
     parts = SplitPartials(sums=results[0], peaks=results[1], totals=results[2])
     return combine(parts, row_starts, first, until, capacity, q.dtype, work, interpret)
 
@@ -152,9 +151,7 @@ def _attend_latent_kernel(
     interpret,
 ):
     """One program per block of lanes, share of the positions, and request."""
-    out, parts = None, result_refs
-    if work.sharing == 1:
-        out, *parts = result_refs
+    (results,) = result_refs if work.sharing == 1 else (SplitPartials._make(result_refs),)
     refs = LatentRefs(
         q=q_ref,
         pool=pool_ref,
@@ -164,8 +161,7 @@ def _attend_latent_kernel(
         first=first_ref,
         until=until_ref,
         window=window_ref,
-        out=out,
-        parts=SplitPartials._make(parts) if parts else None,
+        results=results,
     )
     block, share, request = (pl.program_id(axis) for axis in range(3))
     # The last rows attend to most positions: their programs, the longest, start first.
@@ -201,13 +197,7 @@ def _attend_latent_kernel(
             low = jnp.min(jnp.minimum(first, until))
             begin = lax.div(low, work.tile)
             end = jnp.where(low < seen.high, pl.cdiv(seen.high, work.tile), begin)
-            if work.is_wide:
-                # Slots of requests do not overlap, because a request begins one more.
-                slot = lax.div(start * heads, work.lanes) + request + block
-                attend_wide(refs, seen, own, (begin, end), slot, work=work, interpret=interpret)
-            else:
-                sums = sum_positions(refs, seen, own, (begin, end), None, work)
-                _write(refs.out, own, sums)
+            _write(refs.results, own, sum_positions(refs, seen, own, (begin, end), None, work))
             return
         bounds = request_splits(refs.first, refs.until, start, stop, capacity, work)
         tiles = tile_range(bounds, share, work)
@@ -215,7 +205,7 @@ def _attend_latent_kernel(
         @pl.when(tiles[0] < tiles[1])
         def _():
             of_request = seen._replace(high=bounds.high)
-            store = partial(_store_split, refs.parts, bounds.base, own)
+            store = partial(_store_split, refs.results, bounds.base, own)
             sum_positions(refs, of_request, own, tiles, store, work)
 
 
@@ -226,25 +216,17 @@ def _partials(splits, R, Hq, rank):
     return SplitPartials(sums=single((splits, rank, R, Hq)), peaks=of_lanes, totals=of_lanes)
 
 
-def _totals(count, work):
-    """Returns the shapes of the totals of wide blocks."""
-    single = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    of_lanes = single((count, work.lanes))
-    sums = single((count, total_columns(work.rank), work.lanes))
-    return SplitPartials(sums=sums, peaks=of_lanes, totals=of_lanes)
-
-
 def _clear_padding(refs, index, work):
     """Writes zeros to the padding rows, which are strided over programs."""
-    R, Hq, rank = refs.out.shape
+    R, Hq, rank = refs.results.shape
     requests = refs.starts.shape[0] - 1
     begin, stride = refs.starts[requests] + index, requests * work.blocks
     column = lax.iota(jnp.int32, pl.next_power_of_2(rank))
-    zeros = jnp.zeros(column.shape, refs.out.dtype)
+    zeros = jnp.zeros(column.shape, refs.results.dtype)
 
     def clear(number, _):
         def clear_head(head, _):
-            at = refs.out.at[begin + number * stride, head, column]
+            at = refs.results.at[begin + number * stride, head, column]
             pltriton.store(at, zeros, mask=column < rank)
 
         lax.fori_loop(0, Hq, clear_head, None)
@@ -255,8 +237,15 @@ def _clear_padding(refs, index, work):
 def _write(out_ref, own, sums):
     """Divides by the total weight and writes the outputs of the lanes that are not spare."""
     total = jnp.maximum(sums.total, 1e-30)
+    row, head, is_lane = own
+    R, _, rank = out_ref.shape
     for i, block in enumerate(sums.blocks):
-        store_block(out_ref, own, i, (block / total[None, :]).astype(out_ref.dtype))
+        value = (block / total[None, :]).astype(out_ref.dtype)
+        column = i * value.shape[0] + lax.iota(jnp.int32, value.shape[0])[None, :]
+        keep = is_lane[:, None] & (column < rank)
+        # A number that is not written gets a row out of bounds, for the interpreter.
+        at = (jnp.where(keep, row[:, None], R), head[:, None], column)
+        pltriton.store(out_ref.at[at], value.T, mask=keep)
 
 
 def _store_split(parts, base, own, number, sums):

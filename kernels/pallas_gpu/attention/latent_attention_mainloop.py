@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.latent_tiles import SPLIT_LANES
 from kernels.pallas_gpu.attention.attention import EXACT
 from kernels.pallas_gpu.attention.head_dim_padding import load_kept
 from kernels.pallas_gpu.attention.latent_combine import fold, split_of, split_tiles
@@ -46,11 +45,6 @@ class LatentWork(NamedTuple):
     blocks: int
     sharing: int
     max_rows: int
-
-    @property
-    def is_wide(self) -> bool:
-        """Returns whether blocks are wide; see `latent_attention_wide`."""
-        return self.lanes > SPLIT_LANES
 
     @property
     def columns(self) -> int:
@@ -113,32 +107,37 @@ def sum_positions(refs, seen, own, tiles, store, work):
       The total; None if splits are stored.
     """
     begin, end = tiles
-    q, q_rope = load_queries(refs.q, own, work)
+    row, head, is_lane = own
+    at = (row[:, None], head[:, None])
+    q = _load_latents(refs.q, at, is_lane[:, None], work)
+    q_rope = _load_rope(refs.q, at, is_lane[:, None], work)
 
     def add(i, carry):
         number, split, total = carry
-        at, number = tile_at(seen, number, i, work)
+        at, number = _tile_at(seen, number, i, work)
         inside = (i * work.tile + lax.iota(jnp.int32, work.tile) < seen.high)[:, None]
-        latents = load_latents(seen.pool_ref, at, inside, work)
-        keys = load_rope(seen.pool_ref, at, inside, work)
-        scores = scores_of(q, q_rope, latents, keys, work)
+        latents = _load_latents(seen.pool_ref, at, inside, work)
+        keys = _load_rope(seen.pool_ref, at, inside, work)
+        scores = _scores(q, q_rope, latents, keys, work)
         # Tiles that are fully visible to all lanes need no mask.
         is_partly = (i * work.tile < seen.whole_from) | ((i + 1) * work.tile > seen.whole_until)
         scores, is_bad = lax.cond(
             is_partly,
-            lambda: masked(scores, seen, i, work),
+            lambda: _masked(scores, seen, i, work),
             lambda: (scores, jnp.zeros((work.tile,), jnp.int32)),
         )
-        split, weights = rescaled(split, scores, keys.dtype)
+        split, weights = _rescaled(split, scores, keys.dtype)
 
         def add_clean():
             keep = inside & (is_bad == 0)[:, None]
-            loads = (partial(load_block, seen.pool_ref, at, keep, j, work) for j in range(len(q)))
-            return tuple(product(x(), weights, y) for x, y in zip(loads, split.blocks, strict=True))
+            loads = (partial(_load_block, seen.pool_ref, at, keep, j, work) for j in range(len(q)))
+            return tuple(
+                _product(x(), weights, y) for x, y in zip(loads, split.blocks, strict=True)
+            )
 
         def add_all():
             pairs = zip(latents, split.blocks, strict=True)
-            return tuple(product(latent, weights, block) for latent, block in pairs)
+            return tuple(_product(latent, weights, block) for latent, block in pairs)
 
         split = split._replace(blocks=lax.cond(jnp.max(is_bad) > 0, add_clean, add_all))
         is_end = (lax.rem(i + 1, split_tiles(i, work)) == 0) | (i + 1 == end)
@@ -151,25 +150,17 @@ def sum_positions(refs, seen, own, tiles, store, work):
         return LatentSums.nothing(work), None
 
     nothing = LatentSums.nothing(work)
-    carry = page_of(seen, begin, work), nothing, nothing if store is None else None
+    carry = _page_of(seen, begin, work), nothing, nothing if store is None else None
     return lax.fori_loop(begin, end, add, carry)[-1]
 
 
-def load_queries(q_ref, own, work):
-    """Loads the queries of a program: blocks of latent columns, and the rope part."""
-    row, head, is_lane = own
-    at = (row[:, None], head[:, None])
-    is_lane = is_lane[:, None]
-    return load_latents(q_ref, at, is_lane, work), load_rope(q_ref, at, is_lane, work)
-
-
-def page_of(seen, i, work):
+def _page_of(seen, i, work):
     """Returns the page in which tile `i` begins."""
     column = lax.div(i * work.tile, seen.pool_ref.shape[3])
     return seen.table_ref[seen.request, jnp.minimum(column, seen.table_ref.shape[1] - 1)]
 
 
-def tile_at(seen, number, i, work):
+def _tile_at(seen, number, i, work):
     """Returns the pool indices of the rows of a tile, and the page of the next tile.
 
     If pages consist of whole tiles, the page is loaded one tile ahead, so key loads do not wait.
@@ -177,7 +168,7 @@ def tile_at(seen, number, i, work):
     page, row = seen.pool_ref.shape[3], lax.iota(jnp.int32, work.tile)
     if page % work.tile == 0:
         places = lax.rem(i * work.tile, page) + row
-        return _places(seen, number, places), page_of(seen, i + 1, work)
+        return _places(seen, number, places), _page_of(seen, i + 1, work)
     position = i * work.tile + row
     column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
     pages = pltriton.load(seen.table_ref.at[seen.request, column])
@@ -189,18 +180,18 @@ def _places(seen, pages, places):
     return seen.layer, 0, pages, places[:, None], 0
 
 
-def load_latents(ref, at, keep, work):
+def _load_latents(ref, at, keep, work):
     """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere."""
-    return tuple(load_block(ref, at, keep, i, work) for i in range(work.columns))
+    return tuple(_load_block(ref, at, keep, i, work) for i in range(work.columns))
 
 
-def load_block(ref, at, keep, i, work):
+def _load_block(ref, at, keep, i, work):
     """Loads one block of latent columns; columns past the latent are 0."""
     column = i * work.width + lax.iota(jnp.int32, work.width)[None, :]
     return _load(ref, at, column, keep, work.rank if work.rank % work.width else None)
 
 
-def load_rope(ref, at, keep, work):
+def _load_rope(ref, at, keep, work):
     """Loads rope keys of the rows that `keep` selects; columns past the key are 0."""
     column = work.rank + lax.iota(jnp.int32, work.rope_width)[None, :]
     is_padded = work.rope != work.rope_width
@@ -217,7 +208,7 @@ def _load(ref, at, column, keep, end):
     return load_kept(ref.at[(*at, column)], keep)
 
 
-def scores_of(q, q_rope, latents, keys, work):
+def _scores(q, q_rope, latents, keys, work):
     """Computes the scores of a tile, [tile, lanes], in one chain: latent columns, then rope."""
     scores = pltriton.dot(latents[0], q[0].T, **EXACT)
     for more, queries in zip(latents[1:], q[1:], strict=True):
@@ -225,7 +216,7 @@ def scores_of(q, q_rope, latents, keys, work):
     return (scores + pltriton.dot(keys, q_rope.T, **EXACT)) * work.scale
 
 
-def masked(scores, seen, i, work):
+def _masked(scores, seen, i, work):
     """Masks the scores of a tile; returns them, and the positions with unusable latents.
 
     0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
@@ -257,7 +248,7 @@ def _visible(seen, position, work):
     return sees
 
 
-def rescaled(sums, scores, dtype):
+def _rescaled(sums, scores, dtype):
     """Returns an accumulator relative to the maximum with a tile, with the weights of the tile in
     its total; and the weights.
     """
@@ -274,7 +265,7 @@ def rescaled(sums, scores, dtype):
     return LatentSums(blocks, peak, total), weights
 
 
-def product(latents, weights, value):
+def _product(latents, weights, value):
     """Adds the weighted latents of a tile to a block of values."""
     return value + pltriton.dot(latents.T, weights, **EXACT)
 
@@ -286,14 +277,3 @@ def merged(sums, more):
     pairs = zip(sums.blocks, more.blocks, strict=True)
     blocks = tuple(fold(one, other, ours[None, :], theirs[None, :]) for one, other in pairs)
     return LatentSums(blocks, peak, fold(sums.total, more.total, ours, theirs))
-
-
-def store_block(ref, own, i, block):
-    """Stores a block of columns, [width, lanes], of the lanes that are not spare."""
-    row, head, is_lane = own
-    R, _, rank = ref.shape
-    column = i * block.shape[0] + lax.iota(jnp.int32, block.shape[0])[None, :]
-    keep = is_lane[:, None] & (column < rank)
-    # A number that is not written gets a row out of bounds, for the interpreter.
-    at = (jnp.where(keep, row[:, None], R), head[:, None], column)
-    pltriton.store(ref.at[at], block.T, mask=keep)

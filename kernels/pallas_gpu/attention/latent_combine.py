@@ -44,13 +44,6 @@ def split_of(i, work):
     return lax.div(jnp.minimum(i, near), work.split // work.tile) + more
 
 
-def split_begin(number, work):
-    """Returns the first tile of a split."""
-    near = work.near // work.split
-    more = jnp.maximum(number - near, 0) * (work.far_split // work.tile)
-    return jnp.minimum(number, near) * (work.split // work.tile) + more
-
-
 def request_splits(first_ref, until_ref, start, stop, capacity, work):
     """Returns the bounds of a request with rows [start, stop)."""
     row = start + lax.iota(jnp.int32, pl.next_power_of_2(work.max_rows))

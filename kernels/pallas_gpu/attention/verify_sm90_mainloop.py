@@ -29,7 +29,7 @@ GROUPS = 2
 """Consumer warpgroups of a program."""
 _PART = 64
 """Value columns per step of the search for non-finite values."""
-OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+OF_ROWS, OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 class VerifyBuffers(NamedTuple):
@@ -195,7 +195,9 @@ def sum_span(shared, share, span, group, mask, work):
         scores = times(scores, work.scale)
         scores = lax.cond(
             is_partly,
-            lambda scores: jnp.where(_visible(mask.pairs, i, work.nodes), scores, NEGATIVE),
+            lambda scores: jnp.where(
+                visible(mask.pairs, i * TILE, TILE, work.nodes), scores, NEGATIVE
+            ),
             lambda scores: scores,
             scores,
         )
@@ -262,16 +264,16 @@ def folded(sums, more):
     )
 
 
-def _visible(pairs, i, nodes):
-    """Returns the mask of the positions of a tile that each pair attends to."""
-    shape = LANES, TILE
-    position = i * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
-    first, until = (beside(pairs[name], TILE) for name in ("first", "until"))
+def visible(pairs, begin, columns, nodes):
+    """Returns the mask of the positions that each pair attends to, `columns` from `begin` on."""
+    shape = LANES, columns
+    position = begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
+    first, until = (beside(pairs[name], columns) for name in ("first", "until"))
     is_seen = (position >= first) & (position < until)
     if nodes:
-        node, bits = position - until, beside(pairs["low"], TILE)
+        node, bits = position - until, beside(pairs["low"], columns)
         if nodes > 32:
-            bits = jnp.where(node < 32, bits, beside(pairs["high"], TILE))
+            bits = jnp.where(node < 32, bits, beside(pairs["high"], columns))
         bit = jnp.right_shift(bits, node & 31) & 1
         is_seen |= (bit != 0) & (node >= 0) & (node < nodes)
     return is_seen
@@ -295,7 +297,7 @@ def _zero_nonfinite(value, number, shared, group, i, mask, work):
     is_old = (position >= mask.old_from) & (position < mask.old_until)
     is_zeroed = jnp.where(is_old, 0, bad)
     bad_ref[0] = is_zeroed
-    across = plgpu.load(bad_ref.at[0], layout=_OF_COLUMNS, optimized=False)
+    across = plgpu.load(bad_ref.at[0], layout=OF_COLUMNS, optimized=False)
     across = lax.broadcast_in_dim(across, (LANES, TILE), [1])
     bad_ref[1] = across.max(axis=1)  # equal for all pairs
 
@@ -307,7 +309,7 @@ def _zero_nonfinite(value, number, shared, group, i, mask, work):
             clean = jnp.where(beside(is_zeroed, v.shape[1]) > 0, jnp.zeros_like(v), v)
             shared.values.at[tile].at[at][...] = clean
         plgpu.commit_smem()
-        gets_nan = jnp.where(_visible(mask.pairs, i, work.nodes), across, 0).max(axis=1)
+        gets_nan = jnp.where(visible(mask.pairs, i * TILE, TILE, work.nodes), across, 0).max(axis=1)
         return jnp.where(beside(gets_nan, work.width) > 0, jnp.nan, value), tile
 
     return lax.cond(bad_ref[1, 0] > 0, zero_positions, lambda value: (value, number), value)

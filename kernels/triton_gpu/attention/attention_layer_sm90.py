@@ -194,7 +194,7 @@ def _attention_layer_sm90_kernel(
     end = gl.cdiv(gl.minimum(high, (base + (share + 1) * each) * config.span), TILE)
     end = gl.where((low < high) & (share < sharing), gl.maximum(end, begin), begin)
 
-    pairs = pairs_of(block, seen, heads, config)
+    pairs = pairs_of(block, seen, TILE, heads, config)
     queries, ones, pipeline = shared_memory(k_of, v_of, 1, heads, config)
     if is_launched:
         gdc_wait()

@@ -251,7 +251,7 @@ def _attend_block(
         number=number * blocks + which % blocks,
         part=which % config.parts,
     )
-    pairs = pairs_of(block, seen, heads, config)
+    pairs = pairs_of(block, seen, TILE, heads, config)
     own = SplitRange(
         begin=begin,
         end=end,

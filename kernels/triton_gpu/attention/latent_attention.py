@@ -15,14 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.latent_tiles import (
-    SPLIT_LANES,
-    LatentAttentionTiles,
-    block_widths,
-    splits_of,
-    total_columns,
-    wide_totals,
-)
+from kernels.latent_tiles import SM90_LANES, LatentAttentionTiles, block_widths, splits_of
 from kernels.triton_gpu.attention.attention import (
     QueryRows,
 )
@@ -34,7 +27,7 @@ from kernels.triton_gpu.attention.latent_attention_mainloop import (
     store_block,
     sum_positions,
 )
-from kernels.triton_gpu.attention.latent_attention_wide import attend_wide
+from kernels.triton_gpu.attention.latent_attention_sm90 import attend_latent_sm90, takes
 from kernels.triton_gpu.attention.latent_combine import (
     LatentBounds,
     LatentSplits,
@@ -71,7 +64,7 @@ def attend_latent(
     """Same as `shared.spec.latent_attention.attend_latent`, for flat rows grouped by request.
 
     If lanes are few, several programs share the positions of a request, and a second kernel
-    combines their partial results. If they are many, blocks are wide (`latent_attention_wide`).
+    combines their partial results.
 
     Args:
       q: Queries in absorbed form.
@@ -91,17 +84,29 @@ def attend_latent(
         raise ValueError("the pools must be contiguous")
     q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))
     (R, Hq, size), (B, columns), nodes = q.shape, table.shape, window.shape[1]
+    if tiles.lanes == SM90_LANES and takes(pool, window, rank, tile):
+        return attend_latent_sm90(
+            q,
+            pool,
+            layer,
+            table,
+            row_starts,
+            first,
+            until,
+            window,
+            max_rows=max_rows,
+            near=near,
+            split=split,
+            far_split=far_split,
+            scale=scale,
+            tiles=tiles,
+        )
     lanes, blocks, sharing = tiles.programs_of(max_rows * Hq, B)
     out = q.new_empty((R, Hq, rank))
+    splits = splits_of(columns * pool.shape[3], near, split, far_split) if sharing > 1 else 0
+    sums = q.new_empty((splits, rank, R, Hq), dtype=torch.float32)
+    peaks, totals = q.new_empty((2, splits, R, Hq), dtype=torch.float32)
     width, rope_width = block_widths(rank, size - rank)
-    if lanes > SPLIT_LANES:
-        shape = wide_totals(R * Hq, B, lanes), lanes
-        sums = q.new_empty((shape[0], total_columns(rank), lanes), dtype=torch.float32)
-    else:
-        splits = splits_of(columns * pool.shape[3], near, split, far_split) if sharing > 1 else 0
-        shape = splits, R, Hq
-        sums = q.new_empty((splits, rank, R, Hq), dtype=torch.float32)
-    peaks, totals = q.new_empty((2,) + shape, dtype=torch.float32)
     arguments = {
         "parts": SplitPartials(sums=sums, peaks=peaks, totals=totals),
         "rows": QueryRows(
@@ -123,7 +128,6 @@ def attend_latent(
         "config": LatentConfig(
             lanes=lanes,
             sharing=sharing,
-            is_wide=lanes > SPLIT_LANES,
             rows=triton.next_power_of_2(max_rows),
         ),
     }
@@ -215,32 +219,13 @@ def _attend_latent_kernel(
         base=bounds.base,
         stride=num_rows * heads,
     )
-    if config.is_wide:
-        # Slots of requests do not overlap, because a request begins one more.
-        slot = (start * heads // lanes + request + block).to(tl.int64)
-        total = SplitPartials(
-            sums=parts.sums + slot * lanes * tl.cdiv(rank, width) * width,
-            peaks=parts.peaks + slot * lanes,
-            totals=parts.totals + slot * lanes,
-        )
-        attend_wide(
-            q_at,
-            seen,
-            begin,
-            end,
-            splits,
-            total=total,
-            out_at=out_at,
-            sizes=sizes,
-            order=order,
-            config=config,
-        )
-    else:
-        sums = sum_positions(q_at, seen, begin, end, splits, sizes, order, config)
-        if not is_shared:
-            weight = tl.maximum(sums.total, 1e-30)
-            for i in tl.static_range(triton.cdiv(rank, width)):
-                store_block(out_at, splits, sums.blocks[i] / weight[None, :], i, sizes)
+    sums = sum_positions(q_at, seen, begin, end, splits, sizes, order, config)
+    if not is_shared:
+        total = tl.maximum(sums.total, 1e-30)
+        for i in tl.static_range(triton.cdiv(rank, width)):
+            value = sums.blocks[i] / total[None, :]
+            value = value.to(out_at.dtype.element_ty)
+            store_block(out_at, splits.place, value, splits.count, i, sizes)
 
 
 @triton.jit

@@ -48,13 +48,11 @@ class LatentConfig(NamedTuple):
     Attributes:
       lanes: (row, head) pairs of a program.
       sharing: Maximum programs that share the positions of a block of lanes.
-      is_wide: See `latent_attention_wide`.
       rows: Maximum rows of a request, rounded up to a power of two.
     """
 
     lanes: int
     sharing: int
-    is_wide: bool
     rows: int
 
 
@@ -105,53 +103,53 @@ def sum_positions(
     config: tl.constexpr,
 ):
     """Accumulates tiles [begin, end) by splits; returns the total, or stores each split."""
+    rank: tl.constexpr = sizes.rank
+    rope: tl.constexpr = sizes.rope
     page: tl.constexpr = sizes.page
     tile: tl.constexpr = order.tile
-    q, q_rope = load_queries(q_at, splits, sizes, config)
-    split, total = no_sums(sizes, config), no_sums(sizes, config)
+    lanes: tl.constexpr = config.lanes
+    lane = tl.arange(0, lanes)[:, None]
+    heads_at, is_lane = (
+        q_at + splits.place * (rank + rope) + lane * (rank + rope),
+        lane < splits.count,
+    )
+    q = _load_latents(heads_at, is_lane, sizes)
+    q_rope = _load_rope(heads_at, is_lane, sizes)
+    split, total = _no_sums(sizes, config), _no_sums(sizes, config)
     page = page_of(seen.table, seen.columns, begin, page, tile)
     # Without hoisted addresses, which would take registers from the accumulators.
     for i in tl.range(begin, end, disable_licm=True):
-        at, page = tile_at(seen, page, i, sizes, order)
+        at, page = _tile_at(seen, page, i, sizes, order)
         inside = (i * tile + tl.arange(0, tile) < seen.high)[:, None]
-        latents, keys = load_latents(at, inside, sizes), load_rope(at, inside, sizes)
-        scores = scores_of(q, q_rope, latents, keys, seen.scale)
+        latents, keys = _load_latents(at, inside, sizes), _load_rope(at, inside, sizes)
+        scores = _scores(q, q_rope, latents, keys, seen.scale)
         is_bad, any_bad = tl.zeros((tile,), tl.int32), tl.zeros((), tl.int32)
         # Tiles that are fully visible to all lanes need no mask.
         if (i * tile < seen.whole_from) | ((i + 1) * tile > seen.whole_until):
-            scores, is_bad = masked(scores, seen, i, order)
+            scores, is_bad = _masked(scores, seen, i, order)
             any_bad = tl.max(is_bad)
-        split, weights = rescaled(split, scores, keys.dtype)
+        split, weights = _rescaled(split, scores, keys.dtype)
         if any_bad > 0:
             blocks = ()
             for j in tl.static_range(len(latents)):
-                clean = load_block(at, inside & (is_bad == 0)[:, None], j, sizes)
-                blocks = blocks + (product(clean, weights, split.blocks[j]),)
+                clean = _load_block(at, inside & (is_bad == 0)[:, None], j, sizes)
+                blocks = blocks + (_product(clean, weights, split.blocks[j]),)
         else:
             blocks = ()
             for j in tl.static_range(len(latents)):
-                blocks = blocks + (product(latents[j], weights, split.blocks[j]),)
+                blocks = blocks + (_product(latents[j], weights, split.blocks[j]),)
         split = LatentSums(blocks=blocks, peak=split.peak, total=split.total)
         if ((i + 1) % split_tiles(i, order) == 0) | (i + 1 == end):
             if config.sharing > 1:
                 _store_split(splits, split_of(i, order) - splits.base, split, sizes)
             else:
                 total = _fold(total, split)
-            split = no_sums(sizes, config)
+            split = _no_sums(sizes, config)
     return total
 
 
 @triton.jit
-def load_queries(q_at, splits, sizes: tl.constexpr, config: tl.constexpr):
-    """Loads the queries of a program: blocks of latent columns, and the rope part."""
-    size: tl.constexpr = sizes.rank + sizes.rope
-    lane = tl.arange(0, config.lanes)[:, None]
-    at, is_lane = q_at + splits.place * size + lane * size, lane < splits.count
-    return load_latents(at, is_lane, sizes), load_rope(at, is_lane, sizes)
-
-
-@triton.jit
-def no_sums(sizes: tl.constexpr, config: tl.constexpr):
+def _no_sums(sizes: tl.constexpr, config: tl.constexpr):
     """Returns an empty accumulator."""
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
@@ -165,7 +163,7 @@ def no_sums(sizes: tl.constexpr, config: tl.constexpr):
 
 
 @triton.jit
-def tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
+def _tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
     """Returns the addresses of the rows of a tile, [tile, 1], and the page of the next tile.
 
     If pages consist of whole tiles, a tile has one base address, and the page is loaded one tile
@@ -189,18 +187,18 @@ def tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
 
 
 @triton.jit
-def load_latents(at, keep, sizes: tl.constexpr):
+def _load_latents(at, keep, sizes: tl.constexpr):
     """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere."""
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
     blocks = ()
     for i in tl.static_range(triton.cdiv(rank, width)):
-        blocks = blocks + (load_block(at, keep, i, sizes),)
+        blocks = blocks + (_load_block(at, keep, i, sizes),)
     return blocks
 
 
 @triton.jit
-def load_block(at, keep, i, sizes: tl.constexpr):
+def _load_block(at, keep, i, sizes: tl.constexpr):
     """Loads one block of latent columns; columns past the latent are 0."""
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
@@ -211,7 +209,7 @@ def load_block(at, keep, i, sizes: tl.constexpr):
 
 
 @triton.jit
-def load_rope(at, keep, sizes: tl.constexpr):
+def _load_rope(at, keep, sizes: tl.constexpr):
     """Loads rope keys of the rows that `keep` selects; columns past the key are 0."""
     rank: tl.constexpr = sizes.rank
     rope: tl.constexpr = sizes.rope
@@ -223,7 +221,7 @@ def load_rope(at, keep, sizes: tl.constexpr):
 
 
 @triton.jit
-def scores_of(q, q_rope, latents, keys, scale):
+def _scores(q, q_rope, latents, keys, scale):
     """Computes the scores of a tile, [tile, lanes], in one chain: latent columns, then rope."""
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(latents[0], tl.trans(q[0]), input_precision="ieee")
@@ -233,7 +231,7 @@ def scores_of(q, q_rope, latents, keys, scale):
 
 
 @triton.jit
-def masked(scores, seen, i, order: tl.constexpr):
+def _masked(scores, seen, i, order: tl.constexpr):
     """Masks the scores of a tile; returns them, and the positions with unusable latents.
 
     0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
@@ -258,7 +256,7 @@ def masked(scores, seen, i, order: tl.constexpr):
 
 
 @triton.jit
-def rescaled(sums, scores, dtype: tl.constexpr):
+def _rescaled(sums, scores, dtype: tl.constexpr):
     """Returns an accumulator relative to the maximum with a tile, with the weights of the tile in
     its total; and the weights.
     """
@@ -278,7 +276,7 @@ def rescaled(sums, scores, dtype: tl.constexpr):
 
 
 @triton.jit
-def product(latents, weights, value):
+def _product(latents, weights, value):
     """Adds the weighted latents of a tile to a block of values."""
     return tl.dot(tl.trans(latents), weights, value, input_precision="ieee")
 
@@ -312,12 +310,11 @@ def _store_split(splits, number, sums, sizes: tl.constexpr):
 
 
 @triton.jit
-def store_block(out_at, splits, value, i, sizes: tl.constexpr):
-    """Rounds and stores a block of columns, [width, lanes], of the lanes that are not spare."""
+def store_block(out_at, at, block, count, i, sizes: tl.constexpr):
+    """Stores a block of columns, [width, lanes], of the first `count` lanes; `at` is the first."""
     rank: tl.constexpr = sizes.rank
     width: tl.constexpr = sizes.width
-    lane = tl.arange(0, value.shape[1])[:, None]
+    lane = tl.arange(0, block.shape[1])[:, None]
     column = i * width + tl.arange(0, width)[None, :]
-    at = out_at + splits.place * rank + lane * rank + column
-    value = tl.trans(value.to(out_at.dtype.element_ty))
-    tl.store(at, value, mask=(lane < splits.count) & (column < rank))
+    out_at += at * rank + lane * rank + column
+    tl.store(out_at, tl.trans(block), mask=(lane < count) & (column < rank))

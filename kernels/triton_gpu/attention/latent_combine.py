@@ -61,14 +61,6 @@ def split_of(i, order: tl.constexpr):
 
 
 @triton.jit
-def split_begin(number, order: tl.constexpr):
-    """Returns the first tile of a split."""
-    near: tl.constexpr = order.near // order.split
-    more = tl.maximum(number - near, 0) * (order.far_split // order.tile)
-    return tl.minimum(number, near) * (order.split // order.tile) + more
-
-
-@triton.jit
 def request_splits(
     rows,
     start,

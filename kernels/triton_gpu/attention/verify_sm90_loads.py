@@ -40,10 +40,12 @@ class RowVisibility(NamedTuple):
 
 
 @gluon.jit
-def pairs_of(block, seen, heads: gl.constexpr, config: gl.constexpr):
-    """Loads the pairs of a block; spare pairs repeat the last row of the request."""
+def pairs_of(block, seen, tile: gl.constexpr, heads: gl.constexpr, config: gl.constexpr):
+    """Loads the pairs of a block, beside `tile` positions; spare pairs repeat the last row of the
+    request.
+    """
     group: gl.constexpr = heads.q_heads // heads.k_heads
-    lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
+    lanes: gl.constexpr = gl.SliceLayout(1, wide(tile))
     start = gl.load(seen.starts + block.request)
     stop = gl.load(seen.starts + block.request + 1)
     lane = block.number * LANES + gl.arange(0, LANES, layout=lanes)

@@ -27,7 +27,7 @@ _PART = gl.constexpr(32)
 """Value columns per step of the search for non-finite values."""
 
 # The name depends on the version of Triton.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class WarpgroupPairs(NamedTuple):
@@ -203,7 +203,7 @@ def attend_pairs(
         gdc_launch_dependents()
     is_last = own.is_alone & (own.sharing > 0)
     if (not own.is_alone) & (own.sharing > 0):
-        _barrier()
+        barrier()
         counter = partials.arrivals + block.request * counters + gl.program_id(0)
         is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
         if is_last:
@@ -258,13 +258,13 @@ def sum_span(
                 gets_nan = _zero_positions(
                     values, cleaned, is_zeroed, i * TILE, pairs, config.width, config.nodes
                 )
-                s_sums = gl.where(_beside(gets_nan, config.width) > 0, float("nan"), s_sums)
+                s_sums = gl.where(beside(gets_nan, config.width) > 0, float("nan"), s_sums)
         mbarrier.wait(pipeline.keys_come.index(slot), phase)
         scores = warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
         if is_partly:
             position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
-            scores = gl.where(_visible(position, pairs, config.nodes), scores, NEGATIVE)
+            scores = gl.where(visible(position, pairs, config.nodes), scores, NEGATIVE)
         highest = gl.maximum(s_peak, gl.max(scores, 1))
         # Before the first visible position, masked scores must not get the weight of the maximum.
         above = gl.where(highest == NEGATIVE, 0.0, highest)
@@ -272,8 +272,8 @@ def sum_span(
         mbarrier.wait(pipeline.values_come.index(slot), phase)
         decay = gl.exp2(s_peak - highest)
         s_peak = highest
-        s_total = s_total * _beside(decay, ONES)
-        s_sums = s_sums * _beside(decay, config.width)
+        s_total = s_total * beside(decay, ONES)
+        s_sums = s_sums * beside(decay, config.width)
         for_totals = gl.convert_layout(weights, gl.DotOperandLayout(0, of_totals, 2))
         for_values = gl.convert_layout(weights, gl.DotOperandLayout(0, of_values, 2))
         s_total = warpgroup_mma(for_totals, ones.permute((1, 0)), s_total, is_async=True)
@@ -306,7 +306,7 @@ def finish(stored, block, total, sums, heads: gl.constexpr, config: gl.constexpr
     column = gl.arange(0, config.width, layout=gl.SliceLayout(0, lines))
     column = (block.part * config.width + column)[None, :]
     keep = (row < gl.load(starts_at + 1))[:, None] & (column >= 0)
-    out = sums / gl.maximum(_beside(total, config.width), 1e-30)
+    out = sums / gl.maximum(beside(total, config.width), 1e-30)
     if heads.gated:
         at = row.to(gl.int64) * heads.line + (2 * q_head + 1) * heads.D
         gate = gl.load(stored.gate + at[:, None] + column, mask=keep, other=0.0)
@@ -349,7 +349,7 @@ def _no_split(D: gl.constexpr):
 
 
 @gluon.jit
-def _beside(x, columns: gl.constexpr):
+def beside(x, columns: gl.constexpr):
     """Broadcasts a value of each pair over `columns` columns."""
     return gl.convert_layout(x, gl.SliceLayout(1, wide(columns)))[:, None]
 
@@ -360,12 +360,12 @@ def fold(peak, total, sums, more_peak, more_total, more_sums):
     D: gl.constexpr = sums.shape[1]
     highest = gl.maximum(peak, more_peak)
     ours, theirs = gl.exp2(peak - highest), gl.exp2(more_peak - highest)
-    sums = sums * _beside(ours, D) + more_sums * _beside(theirs, D)
+    sums = sums * beside(ours, D) + more_sums * beside(theirs, D)
     return highest, total * ours + more_total * theirs, sums
 
 
 @gluon.jit
-def _visible(position, pairs, nodes: gl.constexpr):
+def visible(position, pairs, nodes: gl.constexpr):
     """Returns the mask of positions that each pair attends to, [pairs, positions]."""
     position = position[None, :]
     is_seen = (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
@@ -404,13 +404,13 @@ def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, n
         part = gl.where(is_zeroed[:, None] > 0, 0.0, part).to(gl.bfloat16)
         cleaned.slice(i * _PART, _PART, dim=1).store(part)
     fence_async_shared()
-    _barrier()
+    barrier()
     gets_nan = gl.zeros((LANES,), gl.int32, layout=gl.SliceLayout(1, wide(TILE)))
     number = gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
     for i in range(0, TILE):
         position = begin + i + gl.zeros((1,), gl.int32, layout=gl.SliceLayout(0, wide(TILE)))
         if gl.max(gl.where(number == i, is_zeroed, 0), 0) > 0:
-            gets_nan |= gl.max(_visible(position, pairs, nodes).to(gl.int32), 1)
+            gets_nan |= gl.max(visible(position, pairs, nodes).to(gl.int32), 1)
     return gets_nan
 
 
