@@ -251,23 +251,28 @@ def decision(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
     """Times both layers and prints the decision."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     options = parser.parse_args(argv)
-    lines = []
+    lines: list[dict[str, Any]] = []
+    command = shlex.join(["python", "-m", "bench.kernels.reduction_segments", *argv])
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    sides = {"torch": {"device": torch.cuda.get_device_name()}}
+    found: dict[str, Any] = {"command": command, "versions": versions, "sides": sides}
+    found["lines"] = lines
+
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+        if options.out:
+            write_results(options.out, found)
+
     for name, layer in LAYERS.items():
         for rows in layer.rows:
             for segments in (1, 2):
-                for found in measured(layer, rows, segments):
-                    lines.append({"layer": name, "rows": rows, "segments": segments} | found)
-                    print(json.dumps(lines[-1]), flush=True)
-    result = decision(lines)
-    print(json.dumps(result))
-    if options.out:
-        command = shlex.join(["python", "-m", "bench.kernels.reduction_segments", *argv])
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
-        card = {"device": torch.cuda.get_device_name()}
-        facts = {"command": command, "versions": versions, "sides": {"torch": card}}
-        write_results(options.out, facts | {"lines": lines, "decision": result})
+                for gemm in measured(layer, rows, segments):
+                    lines.append({"layer": name, "rows": rows, "segments": segments} | gemm)
+                    say(lines[-1])
+    found["decision"] = decision(lines)
+    say(found["decision"])
 
 
 if __name__ == "__main__":

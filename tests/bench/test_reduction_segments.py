@@ -1,5 +1,6 @@
 """Bench of segments along K: sums in order, equal bits over tiles, and its decision rule."""
 
+import json
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -67,3 +68,18 @@ def test_decision_requires_gain_and_small_loss(bench, gain, loss, adopts):
         ]
     assert bench.decision(lines)["adopts"] == adopts
     assert bench.decision(lines)["gain_us"] == gain
+
+
+def test_failure_keeps_lines_before_it(bench, tmp_path, monkeypatch):
+    def measured(layer, num_rows, segments):
+        yield {"gemm": "o", "us": 60.0}
+        raise RuntimeError("out of memory")
+
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(bench, "measured", measured)
+    monkeypatch.setattr(bench.torch.cuda, "get_device_name", lambda: "card")
+    with pytest.raises(RuntimeError):
+        bench.main(["--out", str(path)])
+    found = json.loads(path.read_text())
+    assert [line["us"] for line in found["lines"]] == [60.0]
+    assert "decision" not in found
