@@ -154,6 +154,18 @@ def _ticket(server: Server, **body: Any) -> httpx.Response:
     return httpx.post(server.url + "/kv_transfer", json=body, headers=key, timeout=60)
 
 
+def _fetch(tickets: list[Ticket]) -> list[TransferHeader]:
+    """Fetches and releases the records of tickets, and returns their headers."""
+    headers = [TransferHeader.from_fields(ticket.header) for ticket in tickets]
+    client = RecordClient("auto", SECRET.encode(), 1 << 30, TransferCounters(), None)
+    for ticket, header in zip(tickets, headers, strict=True):
+        fetched = client.fetch(ticket, Deadline(10))
+        TransferRecord.checked(header, fetched.body, ticket.checksum)
+        fetched.release()
+    client.close()
+    return headers
+
+
 def test_kv_transfer_responds_with_tickets(prefill):
     lines = _ticket(prefill, tokens=prompt_of(51), tenant="a").text.splitlines()
     tickets = list(map(json.loads, lines))
@@ -164,6 +176,8 @@ def test_kv_transfer_responds_with_tickets(prefill):
         assert ticket["num_bytes"] > 0
     held = sum(ticket["num_bytes"] for ticket in tickets)
     assert _metrics(prefill)["kv_transfer_held_bytes"] >= held
+    _fetch([Ticket.from_fields(ticket, "127.0.0.1") for ticket in tickets])
+    _check_idle(prefill)
 
 
 IMAGE = {"first": 0, "height": 8, "width": 8, "pixels": "AAAA"}
@@ -197,15 +211,10 @@ def test_prompts_under_load_keep_their_snapshots(prefill):
     before = _metrics(prefill)[exported]
     with ThreadPoolExecutor(24) as threads:
         responses = threads.map(lambda n: _ticket(prefill, tokens=prompt_of(4000 + n)), range(24))
-        tickets = [Ticket.from_fields(response.json(), "127.0.0.1") for response in responses]
-    headers = [TransferHeader.from_fields(ticket.header) for ticket in tickets]
-    assert [(each.num_tokens, each.has_snapshot) for each in headers] == [(64, True)] * 24
-    client = RecordClient("auto", SECRET.encode(), 1 << 30, TransferCounters(), None)
-    for ticket, header in zip(tickets, headers, strict=True):
-        fetched = client.fetch(ticket, Deadline(10))
-        TransferRecord.checked(header, fetched.body, ticket.checksum)
-        fetched.release()
-    client.close()
+        lines = [line for response in responses for line in response.text.splitlines()]
+    headers = _fetch([Ticket.from_fields(json.loads(line), "127.0.0.1") for line in lines])
+    last = [(each.num_tokens, each.has_snapshot) for each in headers if each.is_last]
+    assert last == [(64, True)] * 24
     assert _metrics(prefill)[exported] - before == 24 * 64
     _check_idle(prefill)
 
