@@ -168,8 +168,9 @@ def test_import_tables_of_pages_are_current(table):
     assert page == table.written_into(page), "run python -m docs.make.import_table"
 
 
-def test_start_without_grammars_does_not_import_llguidance():
-    code = "import sys, shared.process.serving; sys.exit('llguidance' in sys.modules)"
+@pytest.mark.parametrize("name", ["llguidance", "numba"])
+def test_start_without_use_does_not_import(name):
+    code = f"import sys, shared.process.serving; sys.exit({name!r} in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
 
 

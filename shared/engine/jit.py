@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property, update_wrapper
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import numba
-
-Loop = TypeVar("Loop", bound=Callable[..., Any])
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _ENGINE = Path(__file__).parent
 
 
-def compiled(loop: Loop) -> Loop:
-    """Compiles a loop at its first call; it runs without the GIL.
+class CompiledLoop(Generic[Parameters, Result]):
+    """A loop that is compiled at its first call and runs without the GIL.
 
-    The result is cached on disk, in the folder of `cache_folder`. If no folder is writable, as in a
-    read-only installation without a home folder, each process compiles for itself.
+    Numba is imported then, so that a process without such a call starts sooner.
     """
-    jit: Any = numba.njit
-    config: Any = import_module("numba.core.config")
-    folder = cache_folder()
-    if folder is None:
-        return jit(nogil=True)(loop)
-    other_cache = config.CACHE_DIR
-    config.CACHE_DIR = str(folder)
-    try:
-        return jit(cache=True, nogil=True)(loop)
-    finally:
-        config.CACHE_DIR = other_cache
+
+    def __init__(self, function: Callable[Parameters, Result]) -> None:
+        self._function = function
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """Calls the compiled loop."""
+        return self.dispatcher(*args, **kwargs)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """Numba's function, which other loops call.
+
+        The result is cached on disk, in the folder of `cache_folder`. If no folder is writable, as
+        in a read-only installation without a home folder, each process compiles for itself.
+        """
+        numba = _numba()
+        folder = cache_folder()
+        if folder is None:
+            return numba.njit(nogil=True)(self._function)
+        config = numba.core.config
+        other_cache = config.CACHE_DIR
+        config.CACHE_DIR = str(folder)
+        try:
+            return numba.njit(cache=True, nogil=True)(self._function)
+        finally:
+            config.CACHE_DIR = other_cache
+
+
+@cache
+def _numba() -> Any:
+    """Imports Numba, and registers the type of a loop that another one calls."""
+    numba = import_module("numba")
+    extending = import_module("numba.extending")
+    extending.typeof_impl.register(CompiledLoop)(lambda loop, _: numba.typeof(loop.dispatcher))
+    return numba
+
+
+def compiled(loop: Callable[Parameters, Result]) -> CompiledLoop[Parameters, Result]:
+    """Returns a loop that Numba compiles."""
+    return CompiledLoop(loop)
 
 
 @cache

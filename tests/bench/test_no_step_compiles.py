@@ -14,6 +14,7 @@ from tests.support.simulation.device import simulated_capacity, with_host_drafts
 from shared.engine.adaptive.policy import ExpectedValuePolicy
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
+from shared.engine.jit import CompiledLoop
 from shared.engine.ngram_controllers.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.options.ngram import NgramConfig
@@ -23,8 +24,8 @@ def compiled():
     for module in tuple(sys.modules.values()):
         if module.__name__.startswith("shared."):
             for name, loop in vars(module).items():
-                if hasattr(loop, "signatures"):
-                    found[f"{module.__name__}.{name}"] = list(loop.signatures)
+                if isinstance(loop, CompiledLoop):
+                    found[f"{module.__name__}.{name}"] = list(loop.dispatcher.signatures)
     return found
 
 tiers, table = [Tier(1, 0, 0), Tier(4, 3, 1)], {1: [0.005, 0.006, 0.004], 4: [0.006, 0.008, 0.005]}
