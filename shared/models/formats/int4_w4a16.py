@@ -40,7 +40,10 @@ from shared.models.formats.weight_format import (
 )
 from shared.models.parameter import Parameter
 
-KEPT = (".inputs", ".queries", ".out", ".gate_up", ".down", ".shared_gate_up", ".shared_down")
+KEPT = (
+    *(".inputs", ".queries", ".out"),
+    *(f".{kind}{matrix}" for kind in ("", "shared_", "parallel_") for matrix in ("gate_up", "down")),
+)
 """Suffixes of the names of parameters that are stored as packed INT4 on a GPU."""
 _UPPER = np.uint32(0xFFFF0000)
 _ZERO_BITS = 15
