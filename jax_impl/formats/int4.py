@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int32, UInt32
 
-from jax_impl.dummy_weights import top_bits, word_array
+from jax_impl.dummy_weights import top_bits
 from jax_impl.formats import four_bit
-from shared.models.formats.four_bit import PARTS, block_of
+from shared.models.formats.four_bit import filled
 from shared.models.formats.int4_encoding import INT4_INIT, ZERO, Int4Encoding, dummy_scales
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
@@ -41,9 +41,9 @@ def dummy(parameter: Parameter, format: Int4W4A16, device: jax.Device) -> Planes
     """Generates packed codes and their scales."""
     scales = dummy_scales(parameter, format.group)
     stored = scale_words(scales, None) if format.has_words else scales.astype(jnp.bfloat16)
-    block = block_of(parameter.shape[-1])
+    stored = filled(stored, format.planes(parameter.shape)[SCALES].shape[-1])
     return {
-        VALUES: word_array(parameter, codes, PARTS, block, device),
+        VALUES: four_bit.dummy(parameter, codes, device),
         SCALES: jax.device_put(stored, device),
     }
 

@@ -4,12 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Float, Float32, Int32, Shaped, UInt8, UInt32
+from jaxtyping import Float, Float32, Int32, UInt8, UInt32
 
-from jax_impl.dummy_weights import top_bits, word_array
+from jax_impl.dummy_weights import top_bits
 from jax_impl.formats import four_bit
-from shared.models.formats.four_bit import PARTS, padded
+from shared.models.formats.four_bit import filled
 from shared.models.formats.mxfp4 import (
     EXPONENT_SHIFT,
     GROUP,
@@ -38,23 +37,13 @@ def _times_powers(
 
 
 def dummy(parameter: Parameter, format: MXFP4W4A16, device: jax.Device) -> Planes:
-    """Generates packed codes and their scales; packs layer by layer."""
-    words = word_array(parameter, codes, PARTS, PARTS, device)
-    exponents = jax.device_put(dummy_exponents(parameter) + EXPONENT_SHIFT, device)
+    """Generates packed codes and their scales."""
+    columns = format.planes(parameter.shape)[SCALES].shape[-1]
+    exponents = filled(dummy_exponents(parameter) + EXPONENT_SHIFT, columns)
     return {
-        VALUES: _packed_layers(words),
-        SCALES: _filled(exponents, padded(format.inputs) // GROUP),
+        VALUES: four_bit.dummy(parameter, codes, device),
+        SCALES: jax.device_put(exponents, device),
     }
-
-
-@jax.jit
-def _packed_layers(words: Int32[jax.Array, "L *stack N words"]) -> Int32[jax.Array, "L *stack N K"]:
-    columns = padded(PARTS * words.shape[-1]) // PARTS
-    return lax.map(lambda layer: four_bit.packed(_filled(layer, columns)), words)
-
-
-def _filled(x: Shaped[jax.Array, "..."], columns: int) -> Shaped[jax.Array, "..."]:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns - x.shape[-1])])
 
 
 def codes(

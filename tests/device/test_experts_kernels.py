@@ -66,6 +66,14 @@ LARGE = {
     "of 512": Case(40, 2048, 512, routing(20, 8, **GATED)),
     "of 768, FP8": Case(150, 2048, 768, routing(12, 8), quantized="FP8"),
     "of 768, INT4": Case(150, 2048, 768, routing(12, 8), quantized="INT4"),
+    "of 704, INT4": Case(
+        40,
+        2816,
+        704,
+        routing(12, 8),
+        activation=Activation(GELU_TANH),
+        quantized="INT4 in groups of 32",
+    ),
     "of 1856, FP8": Case(
         40, 2688, 1856, routing(12, 6), activation=Activation(RELU2), quantized="FP8"
     ),
@@ -106,6 +114,7 @@ def check_same(language: str, one: Found, other: Found) -> None:
 
 PADDED = {
     "MXFP4, rows without the last inputs": Case(3, 160, 96, routing(3, 1), quantized="MXFP4"),
+    "INT4, partial blocks": Case(3, 160, 224, routing(3, 1), quantized="INT4 in groups of 32"),
     "FP8, partial blocks": Case(3, 160, 208, routing(3, 1), quantized="FP8"),
     "FP8, partial blocks, no gate": Case(
         3, 192, 208, routing(3, 1), activation=Activation(RELU2), quantized="FP8"

@@ -108,7 +108,7 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
     scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
     matrix = w8a16_matrix(codes, scales, granularity)
     words, kept = matrix.planes[VALUES], matrix.planes[SCALES]
-    (got,) = dequantized_in_memory(language, Weights("fp8_w8a16", words, kept))
+    (got,) = dequantized_in_memory(language, Weights("fp8_w8a16", words, kept), 384)
     np.testing.assert_array_equal(got, matrix.format.dequantize(matrix.planes)[1])
 
 

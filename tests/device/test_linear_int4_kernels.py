@@ -1,5 +1,6 @@
 """GEMMs with INT4 weights (W4A16): bitwise equal to those with dequantised weights."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from kernels.tiles import Tiles
+from shared.models.formats import four_bit
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.int4_w4a16 import Int4W4A16
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
@@ -34,12 +36,16 @@ ENCODINGS = [
     Int4Encoding(None, "F16", has_zeros=True),
 ]
 SIZES = [{"R": 3, "K": 384, "N": 80}, {"R": 20, "K": 512, "N": 192}]
+PARTIAL = [{"R": 3, "K": 192, "N": 80}, {"R": 20, "K": 320, "N": 192}]
+"""Sizes with a last block that rows do not fill: of 256 and of 128 inputs."""
 each_language = pytest.mark.parametrize("language", KERNELS)
 
 CASES = list(product(SIZES, [*product(["gated"], ENCODINGS), *product(KINDS, [WORDS])]))
+CASES += list(product(PARTIAL, product(["added", "gated"], [PLAIN, WORDS, *ENCODINGS[-2:]])))
 COMPILED = [(SIZES[0], ("gated", WORDS))]
 INTERPRETED = [(SIZES[i], ("gated", encoding)) for i, encoding in enumerate(ENCODINGS[:2])]
 INTERPRETED += [(SIZES[1], ("biased, times, added", WORDS))]
+INTERPRETED += [(PARTIAL[0], ("added", PLAIN)), (PARTIAL[1], ("gated", ENCODINGS[-1]))]
 
 
 def cases() -> list:
@@ -57,7 +63,7 @@ def cases() -> list:
 
 
 def wide(encoding: Int4Encoding, outputs: int, inputs: int) -> Weights:
-    format = Int4W4A16.of(encoding)
+    format = Int4W4A16.of(encoding, inputs)
     assert format is not None
     return dequantized(format, as_w4a16(encoding, outputs, inputs))
 
@@ -70,7 +76,7 @@ def test_linear_int4_weight_dequantised_bitwise_equal(
     sizes, (kind, encoding) = case
     first = 0 if "gated" in kind else 48
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
-    depth = 64 if ON_GPU else 16 if sizes["K"] % 256 else 32
+    depth = 64 if ON_GPU else four_bit.block_of(sizes["K"]) // four_bit.PARTS
     want = in_bfloat16(
         language, cut=tiles(depth=depth), **given, weights_of=partial(wide, encoding)
     )
@@ -114,7 +120,12 @@ def test_linear_int4_kernels_bitwise_equal(encoding: Int4Encoding) -> None:
 
 @each_language
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=str)
-def test_int4_dequantise_every_code_bitwise_equal(encoding: Int4Encoding, language: str) -> None:
-    weights = as_w4a16(encoding, 80, 384)
-    (got,) = dequantized_in_memory(language, weights)
-    np.testing.assert_array_equal(got, wide(encoding, 80, 384).values[1])
+@pytest.mark.parametrize("inputs", [384, 192])
+def test_int4_dequantise_every_code_bitwise_equal(
+    inputs: int, encoding: Int4Encoding, language: str
+) -> None:
+    if inputs % (encoding.group or 1):
+        encoding = replace(encoding, group=64)
+    weights = as_w4a16(encoding, 80, inputs)
+    (got,) = dequantized_in_memory(language, weights, inputs)
+    np.testing.assert_array_equal(got, wide(encoding, 80, inputs).values[1])

@@ -84,7 +84,7 @@ def test_asymmetric_gptq_weights_rejected(vectors, tmp_path) -> None:
         opened.check_parameters([whole(vectors["gptq.weight"])])
 
 
-@pytest.mark.parametrize("inputs", [256, 384, 512, 96])
+@pytest.mark.parametrize("inputs", [256, 384, 512, 96, 704])
 def test_packed_codes_unpack_in_input_order(inputs: int) -> None:
     codes = np.random.default_rng(0).integers(0, 16, (2, 3, inputs), np.uint8)
     words = four_bit.pack(codes)
@@ -161,14 +161,19 @@ def test_config_declares_int4_encoding(layout) -> None:
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize(
-    "encoding", [Int4Encoding(32, "BF16", False), Int4Encoding(128, "F16", True)]
+    ("encoding", "inputs"),
+    [
+        (Int4Encoding(32, "BF16", False), 352),
+        (Int4Encoding(None, "F16", False), 320),
+        (Int4Encoding(128, "F16", True), 256),
+    ],
 )
-def test_backends_generate_int4_dummies_bitwise_equal(framework, encoding) -> None:
-    config = config_from_dict(qwen3())
+def test_backends_generate_int4_dummies_bitwise_equal(framework, encoding, inputs) -> None:
+    config = config_from_dict(qwen3(intermediate_size=inputs))
     dummy = DummyCheckpoint.of_model(config, encoding)
     local = [p.shard(1, 2) for p in parameters(config, False)]
     formats = choose_formats(local, dummy.stored, ON_GPU)
-    assert formats["mlp.down"] == Int4W4A16.of(encoding)
+    assert formats["mlp.down"] == Int4W4A16.of(encoding, inputs)
     read, where = {"torch": (torch_formats, CPU), "jax": (jax_formats, JAX_CPU)}[framework]
     for parameter in (p for p in local if p.name in formats):
         format = formats[parameter.name]

@@ -109,6 +109,28 @@ def test_int4_text_of_two_ranks_equals_one(case, tmp_path) -> None:
     assert got == texts("torch", line_of(tmp_path / "wide", flags))
 
 
+PARTIAL = [("torch", "AWQ", 2), ("torch", "AWQ", 4), ("torch", "compressed-tensors", 1)]
+PARTIAL += [("torch", "compressed-tensors", 2), ("jax", "compressed-tensors", 1)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [PARTIAL[0], *(pytest.param(each, marks=pytest.mark.matrix) for each in PARTIAL[1:])],
+    ids=str,
+)
+def test_int4_text_of_partial_blocks_equals_dequantized_model(case, tmp_path) -> None:
+    """Experts are 320 and MLPs 448 wide, no multiples of 128."""
+    backend, layout, ranks = case
+    sizes = {"head_dim": 32, "moe_intermediate_size": 320, "intermediate_size": 448}
+    stated = model_of("gemma4_moe") | sizes | {"num_key_value_heads": 4}
+    write_int4(tmp_path / "int4", stated, LAYOUTS[layout], tmp_path / "wide")
+    with packed_weights() as found:
+        got = texts(backend, line_of(tmp_path / "int4", [*NGRAM, "--tp-size", str(ranks)]))
+    for name in ("experts.down", "experts.parallel_down"):
+        assert found[-1][name].padding == 64
+    assert got == texts(backend, line_of(tmp_path / "wide", ()))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", RANKS)
 def test_jax_int4_text_of_two_ranks_equals_one(case, tmp_path) -> None:

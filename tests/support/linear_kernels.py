@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from kernels.tiles import LinearTiles
-from shared.models.formats import four_bit, fp8
+from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding, scale_shape
-from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.weight_format import (
     PLAIN,
     SCALES,
@@ -26,7 +25,7 @@ from shared.models.formats.weight_format import (
 )
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
-from tests.support.weight_formats import w8a16_matrix
+from tests.support.weight_formats import int4_matrix, w8a16_matrix
 
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
@@ -185,16 +184,13 @@ def as_w8a16(granularity: Granularity, outputs: int, inputs: int) -> Weights:
 def as_w4a16(encoding: Int4Encoding, outputs: int, inputs: int) -> Weights:
     """Two weights in INT4, packed, with every code, scales of several sizes and zero points."""
     rng = np.random.default_rng(5)
-    words = four_bit.pack(rng.integers(0, 16, (2, outputs, inputs), np.uint8))
+    codes = rng.integers(0, 16, (2, outputs, inputs), np.uint8)
     shape = scale_shape((2, outputs, inputs), encoding.group)
     kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16}[encoding.scale_type]
     scales = rng.uniform(0.01, 0.03, shape).astype(kind).astype(np.float32)
-    format = Int4W4A16.of(encoding)
-    assert format is not None
-    if format.has_words:
-        zeros = rng.integers(0, 16, shape, np.uint8) if encoding.has_zeros else None
-        return Weights(format.name, words, scale_words(scales, zeros))
-    return Weights(format.name, words, scales)
+    zeros = rng.integers(0, 16, shape, np.uint8) if encoding.has_zeros else None
+    matrix = int4_matrix(codes, scales, zeros, encoding)
+    return Weights(matrix.format.name, matrix.planes[VALUES], matrix.planes[SCALES])
 
 
 def dequantized(format: QuantizedFormat, weights: Weights) -> Weights:
@@ -203,7 +199,7 @@ def dequantized(format: QuantizedFormat, weights: Weights) -> Weights:
     return Weights(PLAIN, format.dequantize(planes))
 
 
-def dequantized_in_memory(language: str, weights: Weights) -> Arrays:
+def dequantized_in_memory(language: str, weights: Weights, inputs: int) -> Arrays:
     """The second of two weights, dequantised by the kernel for many rows."""
     format, values, scales = weights
     module, has_words = KERNELS[language]["dequantize"], scales.dtype == np.int32
@@ -211,14 +207,14 @@ def dequantized_in_memory(language: str, weights: Weights) -> Arrays:
         kind = torch.int32 if has_words else torch.bfloat16
         how = KERNELS["triton"]["linear"].launching
         return in_triton(
-            lambda x, y: module.dequantize(x[1], y[1].to(kind), format, **how(x)).float(),
+            lambda x, y: module.dequantize(x[1], y[1].to(kind), format, inputs, **how(x)).float(),
             values,
             scales,
         )
     kind = jnp.int32 if has_words else jnp.bfloat16
     return in_pallas(
         lambda x, y, **how: module.dequantize(
-            x, y.astype(kind), jnp.int32(1), format, **how
+            x, y.astype(kind), jnp.int32(1), format, inputs, **how
         ).astype(jnp.float32),
         values,
         scales,

@@ -71,17 +71,17 @@ def int4_matrix(
     codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, encoding: Int4Encoding
 ) -> Matrix:
     """A packed INT4 weight."""
-    format = Int4W4A16.of(encoding)
+    format = Int4W4A16.of(encoding, codes.shape[-1])
     assert format is not None
     stored = scale_words(scales, zeros) if format.has_words else scales
+    stored = four_bit.filled(stored, format.planes(codes.shape)[SCALES].shape[-1])
     return Matrix(format, {VALUES: four_bit.pack(codes), SCALES: stored})
 
 
 def mxfp4_matrix(codes: np.ndarray, exponents: np.ndarray) -> Matrix:
     """A packed MXFP4 weight."""
     inputs = codes.shape[-1]
-    spare = four_bit.padded(inputs) // GROUP - exponents.shape[-1]
-    scales = np.pad(exponents + EXPONENT_SHIFT, [(0, 0)] * (codes.ndim - 1) + [(0, spare)])
+    scales = four_bit.filled(exponents + EXPONENT_SHIFT, four_bit.padded(inputs) // GROUP)
     planes = {VALUES: four_bit.pack(codes), SCALES: scales.astype(np.uint8)}
     return Matrix(MXFP4W4A16(inputs), planes)
 

@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float, Float32, Int, Int32
 from torch import Tensor
 
-from shared.models.formats.four_bit import PARTS, block_of
+from shared.models.formats.four_bit import filled
 from shared.models.formats.int4_encoding import INT4_INIT, ZERO, Int4Encoding, dummy_scales
 from shared.models.formats.int4_w4a16 import Int4W4A16, scale_words
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
-from torch_impl.dummy_weights import top_bits, word_array
+from torch_impl.dummy_weights import top_bits
 from torch_impl.formats import four_bit
 
 
@@ -33,12 +33,12 @@ def _spread(x: Float32[Tensor, "*stack groups"], codes: Tensor) -> Float32[Tenso
 def dummy(parameter: Parameter, format: Int4W4A16, device: torch.device) -> Planes:
     """Generates packed codes and their scales."""
     scales = dummy_scales(parameter, format.group)
-    stored = torch.from_numpy(scale_words(scales, None) if format.has_words else scales)
-    stored = stored if format.has_words else stored.bfloat16()
-    block = block_of(parameter.shape[-1])
+    scales = scale_words(scales, None) if format.has_words else scales
+    plane = format.planes(parameter.shape)[SCALES]
+    stored = torch.from_numpy(filled(scales, plane.shape[-1]))
     return {
-        VALUES: word_array(parameter, codes, PARTS, block, device),
-        SCALES: stored.to(device),
+        VALUES: four_bit.dummy(parameter, codes, device),
+        SCALES: stored.to(device, getattr(torch, plane.dtype)),
     }
 
 

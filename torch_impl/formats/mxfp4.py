@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Float32, Int, Int32, Shaped
 from torch import Tensor
 
-from shared.models.formats.four_bit import PARTS
+from shared.models.formats.four_bit import filled
 from shared.models.formats.mxfp4 import (
     EXPONENT_SHIFT,
     GROUP,
@@ -16,7 +16,7 @@ from shared.models.formats.mxfp4 import (
 )
 from shared.models.formats.weight_format import SCALES, VALUES, FormatOps, Planes
 from shared.models.parameter import Parameter
-from torch_impl.dummy_weights import top_bits, word_array
+from torch_impl.dummy_weights import top_bits
 from torch_impl.formats import four_bit
 
 
@@ -37,18 +37,13 @@ def _times_powers(
 
 
 def dummy(parameter: Parameter, format: MXFP4W4A16, device: torch.device) -> Planes:
-    """Generates packed codes and their scales; packs layer by layer."""
-    exponents = torch.from_numpy(dummy_exponents(parameter) + EXPONENT_SHIFT).to(device)
-    found = {
-        name: torch.zeros(plane.shape, dtype=getattr(torch, plane.dtype), device=device)
-        for name, plane in format.planes(parameter.shape).items()
+    """Generates packed codes and their scales."""
+    columns = format.planes(parameter.shape)[SCALES].shape[-1]
+    exponents = filled(dummy_exponents(parameter) + EXPONENT_SHIFT, columns)
+    return {
+        VALUES: four_bit.dummy(parameter, codes, device),
+        SCALES: torch.from_numpy(exponents).to(device),
     }
-    found[SCALES][..., : exponents.shape[-1]] = exponents
-    words = word_array(parameter, codes, PARTS, PARTS, device)
-    for layer, own in zip(found[VALUES], words, strict=True):
-        layer[..., : own.shape[-1]] = own
-        layer.copy_(four_bit.packed(layer))
-    return found
 
 
 def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:

@@ -1,6 +1,6 @@
 """Dequantisation of packed weights in memory, for GEMMs of many rows (Pallas, Triton backend)."""
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ def dequantize(
     scales: Shaped[jax.Array, "L scales scales_in"],
     layer: Int[jax.Array, ""],
     format: str,
+    inputs: int,
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "N K"]:
@@ -34,15 +35,15 @@ def dequantize(
       words, scales: Packed values and their scales, see `shared.models.formats`.
       layer: Index into the stack.
       format: Name of the weight format.
+      inputs: Inputs of the weight, without those that fill its last block.
       interpret: Run on a CPU.
     """
     loader = LOADERS[format]
     assert issubclass(loader, PackedLoader)
     _, outputs, count = words.shape
-    inputs = count * loader.packed
-    blocks = inputs // loader.inputs_of(count)
+    blocks = pl.cdiv(inputs, loader.inputs_of(count))
     return pl.pallas_call(
-        partial(_dequantize_kernel, loader=loader, is_compiled=not interpret),
+        functools.partial(_dequantize_kernel, loader=loader, is_compiled=not interpret),
         grid=(pl.cdiv(outputs, _OUTPUTS) * blocks,),
         out_shape=jax.ShapeDtypeStruct((outputs, inputs), jnp.bfloat16),
         compiler_params=pltriton.CompilerParams(num_warps=_WARPS, num_stages=1),
@@ -54,7 +55,8 @@ def dequantize(
 def _dequantize_kernel(words_ref, scales_ref, layer_ref, wide_ref, *, loader, is_compiled):
     """One program per block of inputs of some outputs."""
     outputs, inputs = wide_ref.shape
-    blocks = inputs // loader.inputs_of(words_ref.shape[2])
+    depth = loader.inputs_of(words_ref.shape[2])
+    blocks = pl.cdiv(inputs, depth)
     number = lax.rem(pl.program_id(0), blocks)
     output = lax.div(pl.program_id(0), blocks) * _OUTPUTS + lax.iota(jnp.int32, _OUTPUTS)
     has_all, is_output = outputs % _OUTPUTS == 0, output < outputs
@@ -77,7 +79,11 @@ def _dequantize_kernel(words_ref, scales_ref, layer_ref, wide_ref, *, loader, is
     at = jnp.where(is_output, output, outputs)[:, None]
     for part, numbers in enumerate(loader(tile, 0, is_compiled).numbers(number)):
         width = numbers.shape[1]
-        first = number * loader.inputs_of(words_ref.shape[2]) + part * width
-        column = (first + lax.iota(jnp.int32, width))[None, :]
-        mask = {} if has_all else {"mask": jnp.broadcast_to(is_output[:, None], numbers.shape)}
-        pltriton.store(wide_ref.at[at, column], numbers, **mask)
+        column = (number * depth + part * width + lax.iota(jnp.int32, width))[None, :]
+        masks = [] if has_all else [is_output[:, None]]
+        if inputs % depth:
+            masks.append(column < inputs)
+            column = jnp.minimum(column, inputs)  # the interpreter requires it to be at the end
+        mask = functools.reduce(jnp.logical_and, masks, True)
+        masked = {"mask": jnp.broadcast_to(mask, numbers.shape)} if masks else {}
+        pltriton.store(wide_ref.at[at, column], numbers, **masked)

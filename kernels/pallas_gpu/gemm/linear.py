@@ -127,7 +127,7 @@ def product(
     if tiles.persistent and not tiles.described:
         raise ValueError("persistent tiles must be described in Pallas")
     if tiles.widens and is_packed(format):
-        weights = dequantize(weights, scales, layer, format, interpret=interpret)[None]
+        weights = dequantize(weights, scales, layer, format, x.shape[1], interpret=interpret)[None]
         scales = None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
         format = PLAIN

@@ -17,6 +17,7 @@ def dequantize(
     words: Int32[Tensor, "N words"],
     scales: Shaped[Tensor, "scales scales_in"],
     format: str,
+    inputs: int,
     *,
     is_launched: bool,
     **launching: bool,
@@ -26,11 +27,10 @@ def dequantize(
     Args:
       words, scales: Packed values and their scales, see `shared.models.formats`.
       format: Name of the weight format.
+      inputs: Inputs of the weight, without those that fill its last block.
       is_launched, launching: Launch options, see `launching` in `linear`.
     """
-    outputs, count = words.shape
-    stored = format_of(format, 0, words, scales)
-    inputs = count * stored.packed
+    outputs, stored = len(words), format_of(format, 0, words, scales)
     wide = torch.empty((outputs, inputs), dtype=torch.bfloat16, device=words.device)
     loads = TileLoads.of(
         stored,
@@ -40,7 +40,8 @@ def dequantize(
         has_all_outputs=outputs % _OUTPUTS.value == 0,
         is_interpreted=not is_launched,
     )
-    _dequantize_kernel[(triton.cdiv(outputs, _OUTPUTS.value) * (inputs // stored.inputs),)](
+    blocks = triton.cdiv(outputs, _OUTPUTS.value) * triton.cdiv(inputs, stored.inputs)
+    _dequantize_kernel[(blocks,)](
         words,
         scales,
         wide,
@@ -61,7 +62,7 @@ def _dequantize_kernel(
     inputs: tl.constexpr = loads.format.inputs
     parts: tl.constexpr = loads.format.parts
     width: tl.constexpr = loads.rows.width
-    blocks: tl.constexpr = loads.K // inputs
+    blocks: tl.constexpr = (loads.K + inputs - 1) // inputs
     at = tl.program_id(0) % blocks * inputs
     output = tl.program_id(0) // blocks * _OUTPUTS + tl.arange(0, _OUTPUTS)
     if is_launched:
@@ -72,6 +73,10 @@ def _dequantize_kernel(
     scale = output // loads.format.scales.outputs
     tile = packed_tile(words_at, scales_at, output, scale, is_inside, has_all, loads)
     block = load_block(tile, tile.place, at, 0, 0, loads)
-    place = output.to(tl.int64)[:, None] * loads.K + at + tl.arange(0, width)[None, :]
+    row = output.to(tl.int64)[:, None] * loads.K
     for number in tl.static_range(parts):
-        tl.store(wide_at + place + number * width, block.parts[number], mask=is_inside[:, None])
+        column = at + number * width + tl.arange(0, width)[None, :]
+        mask = is_inside[:, None]
+        if not loads.rows.is_whole:
+            mask = mask & (column < loads.K)
+        tl.store(wide_at + row + column, block.parts[number], mask=mask)

@@ -101,7 +101,8 @@ def product(
       the next GEMM's input, with or without a norm.
     """
     if tiles.widens and scales is not None and is_packed(format):
-        weight, scales, format = dequantize(weight, scales, format, **launching(x)), None, PLAIN
+        weight = dequantize(weight, scales, format, x.shape[1], **launching(x))
+        scales, format = None, PLAIN
         lora = None if lora is None else lora._replace(is_next=False)
     is_alone = asks is None and lora is None
     is_wide = is_alone and linear_sm90.takes(

@@ -1,37 +1,43 @@
 """Weights of four bits in memory: eight codes in an int32, in the order in which kernels read them.
 
-Inputs are packed in blocks of 256, or of 128 if their number is no multiple of 256. Bits 4 i to
-4 i + 3 of element j of a block are input `block / 8` i + j. The bits 4 i of all elements of a block
-are therefore neighbouring inputs, and eight products follow the order of the inputs. The last block
-is filled with zeros.
+The inputs are filled with zeros to a multiple of 128, and packed in blocks of 256, or of 128 if
+256 does not divide the multiple. Bits 4 i to 4 i + 3 of element j of a block are input
+`block / 8` i + j. The bits 4 i of all elements of a block are therefore neighbouring inputs, and
+eight products follow the order of the inputs.
 """
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Int32, Shaped, UInt8
 
 PARTS = 8
 """Codes of an int32, and parts of a block."""
 BLOCKS = (256, 128)
-"""Inputs of a block: the first that divides the number of inputs, or the last."""
+"""Inputs of a block: the first that divides the inputs of a weight in whole blocks."""
 
 
 def block_of(inputs: int) -> int:
     """Returns the inputs of a block of a weight."""
-    return next((block for block in BLOCKS if inputs % block == 0), BLOCKS[-1])
+    return next(block for block in BLOCKS if padded(inputs) % block == 0)
 
 
 def padded(inputs: int) -> int:
     """Returns the inputs of a weight in whole blocks."""
-    block = block_of(inputs)
-    return -(-inputs // block) * block
+    return -(-inputs // BLOCKS[-1]) * BLOCKS[-1]
+
+
+def filled(
+    values: Shaped[np.ndarray, "*stack columns"], columns: int
+) -> Shaped[np.ndarray, "*stack all_columns"]:
+    """Fills rows with zeros."""
+    spare = columns - values.shape[-1]
+    return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, spare)]) if spare else values
 
 
 def pack(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
     """Packs codes below 16 in blocks of inputs."""
     *stack, inputs = codes.shape
-    spare = [(0, 0)] * len(stack) + [(0, padded(inputs) - inputs)]
     width = block_of(inputs) // PARTS
-    blocks = np.pad(codes, spare).reshape((*stack, -1, PARTS, width))
+    blocks = filled(codes, padded(inputs)).reshape((*stack, -1, PARTS, width))
     pairs = blocks[..., ::2, :] | blocks[..., 1::2, :] << 4
     words = np.ascontiguousarray(pairs.swapaxes(-1, -2)).view("<i4")
     return words.astype(np.int32, copy=False).reshape((*stack, -1))

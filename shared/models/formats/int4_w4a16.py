@@ -8,6 +8,8 @@ Scales that are exact in bfloat16, without zero points, are stored as such. All 
 the scale's first eight bits as a bfloat16 in the upper half, the rest as a bfloat16 in the lower
 one, and the zero point in its lowest four bits, which such a rest does not use. Its product with a
 code is exact in bfloat16 too, so that one fused multiply-add rounds the sum of both products once.
+
+The last block of inputs is filled with codes and scales that are zero; see `four_bit`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +20,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
 from shared.models.formats import four_bit, fp8
-from shared.models.formats.four_bit import BLOCKS, PARTS
+from shared.models.formats.four_bit import PARTS, filled, padded
 from shared.models.formats.int4_encoding import (
     HALF,
     ZERO,
@@ -42,7 +44,11 @@ from shared.models.parameter import Parameter
 
 KEPT = (
     *(".inputs", ".queries", ".out"),
-    *(f".{kind}{matrix}" for kind in ("", "shared_", "parallel_") for matrix in ("gate_up", "down")),
+    *(
+        f".{kind}{matrix}"
+        for kind in ("", "shared_", "parallel_")
+        for matrix in ("gate_up", "down")
+    ),
 )
 """Suffixes of the names of parameters that are stored as packed INT4 on a GPU."""
 _UPPER = np.uint32(0xFFFF0000)
@@ -56,14 +62,15 @@ class Int4W4A16:
     Attributes:
       group: Inputs with a scale; None for a whole row.
       has_words: True if a scale is an int32, with the zero point; otherwise it is a bfloat16.
+      padding: Inputs that fill the last block.
     """
 
     group: int | None
     has_words: bool
+    padding: int = 0
     name = "int4_w4a16"
     label = "INT4"
     item_bytes = 0.5
-    padding = 0
     quantizes_activations = False
     expands_dense = True
 
@@ -78,46 +85,52 @@ class Int4W4A16:
         if (
             not context.reads_packed
             or not parameter.name.endswith(KEPT)
-            or parameter.shape[-1] % BLOCKS[-1]
+            or parameter.shape[-1] % PARTS
         ):
             return None
         found = {tensor and tensor.encoding for tensor in stored(parameter)}
         encoding = found.pop() if len(found) == 1 else None
         if not isinstance(encoding, Int4Encoding):
             return None
-        return cls.of(encoding)
+        return cls.of(encoding, parameter.shape[-1])
 
     @classmethod
-    def of(cls, encoding: Int4Encoding) -> Self | None:
+    def of(cls, encoding: Int4Encoding, inputs: int) -> Self | None:
         """Returns the format of an encoding; None if weights are dequantised when loaded."""
         if encoding.is_permuted or encoding.scale_type not in HALF:
             return None
-        return cls(encoding.group, encoding.has_zeros or encoding.scale_type != "BF16")
+        has_words = encoding.has_zeros or encoding.scale_type != "BF16"
+        return cls(encoding.group, has_words, padded(inputs) - inputs)
 
     def planes(self, shape: tuple[int, ...]) -> dict[str, Plane]:
         """Returns packed codes and scales."""
-        words = Plane((*shape[:-1], shape[-1] // PARTS), "int32")
+        whole = (*shape[:-1], shape[-1] + self.padding)
+        words = Plane((*whole[:-1], whole[-1] // PARTS), "int32")
         kind = "int32" if self.has_words else "bfloat16"
-        return {VALUES: words, SCALES: Plane(scale_shape(shape, self.group), kind)}
+        return {VALUES: words, SCALES: Plane(scale_shape(whole, self.group), kind)}
 
     def pieces(
         self, tensor: StoredTensor, at: Place, shape: tuple[int, ...], whole: tuple[int, ...]
     ) -> Iterator[PlanePiece]:
         """Reads codes, which the backend packs, and scales; see `QuantizedFormat.pieces`."""
         words, scales = tensor.read(VALUES), tensor.read(SCALES).astype(np.float32)
-        yield PlanePiece(VALUES, at, words.reshape((*shape[:-1], words.shape[-1])))
+        columns = {name: plane.shape[-1] for name, plane in self.planes(shape).items()}
+        words = words.reshape((*shape[:-1], words.shape[-1]))
+        yield PlanePiece(VALUES, at, filled(words, columns[VALUES]))
         if self.has_words:
             encoding = tensor.encoding
             assert isinstance(encoding, Int4Encoding)  # chosen for it
             scales = scale_words(scales, tensor.read(ZEROS) if encoding.has_zeros else None)
-        yield PlanePiece(SCALES, at, scales.reshape((*shape[:-1], scales.shape[-1])))
+        scales = scales.reshape((*shape[:-1], scales.shape[-1]))
+        yield PlanePiece(SCALES, at, filled(scales, columns[SCALES]))
 
     def dequantize(self, planes: Mapping[str, Array]) -> Array:
         """Returns (code - zero point) times scale, rounded to bfloat16."""
         codes, scales, zeros = four_bit.unpack(planes[VALUES]), planes[SCALES], None
         if self.has_words:
             scales, zeros = of_scale_words(scales)
-        return fp8.rounded(dequantize(codes, scales, zeros))
+        wide = fp8.rounded(dequantize(codes, scales, zeros))
+        return wide[..., : wide.shape[-1] - self.padding]
 
 
 def scale_words(

@@ -23,7 +23,7 @@ from jaxtyping import Float32, UInt8
 
 from shared.models.dummy_elements import InitSpec, init_of, parameter_array
 from shared.models.formats import four_bit
-from shared.models.formats.four_bit import PARTS, padded
+from shared.models.formats.four_bit import PARTS, filled, padded
 from shared.models.formats.fp8_encoding import SIZES_LAW
 from shared.models.formats.names import MXFP4
 from shared.models.formats.quantization_config import Spelling
@@ -134,8 +134,8 @@ class MXFP4W4A16:
     ) -> Iterator[PlanePiece]:
         """Reads codes, which the backend packs, expert by expert, and exponents."""
         words, exponents = tensor.read(VALUES), tensor.read(SCALES)
-        words = _filled(words, padded(self.inputs) // PARTS)
-        scales = _filled(exponents + np.uint8(EXPONENT_SHIFT), padded(self.inputs) // GROUP)
+        words = filled(words, padded(self.inputs) // PARTS)
+        scales = filled(exponents + np.uint8(EXPONENT_SHIFT), padded(self.inputs) // GROUP)
         *outer, experts = at
         assert isinstance(experts, slice)
         for number, (one, other) in enumerate(zip(words, scales, strict=True)):
@@ -229,12 +229,6 @@ def _read(source: CheckpointTensor, files: TensorFiles, plane: str) -> Array:
         return values
     shape = source.taken_shape
     return np.ascontiguousarray(values).view("<i4").reshape((*shape[:-1], shape[-1] // PARTS))
-
-
-def _filled(values: Array, columns: int) -> Array:
-    """Fills rows with zeros."""
-    spare = [(0, 0)] * (values.ndim - 1) + [(0, columns - values.shape[-1])]
-    return np.pad(values, spare)
 
 
 SPELLING = Spelling(method="mxfp4", served={}, read=lambda stated: MXFP4Encoding())

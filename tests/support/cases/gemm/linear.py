@@ -67,6 +67,7 @@ QUANTIZED: dict[str, Quantized] = {
         in_fp8, granularity=Granularity.CHANNEL, scale_dtype="float32"
     ),
     "INT4": partial(in_int4, encoding=Int4Encoding(128, "BF16", has_zeros=False)),
+    "INT4 in groups of 32": partial(in_int4, encoding=Int4Encoding(32, "BF16", has_zeros=False)),
     "AWQ": partial(in_int4, encoding=Int4Encoding(128, "F16", has_zeros=True)),
     "MXFP4": in_mxfp4,
 }
@@ -228,6 +229,24 @@ TABLE += [
     for R in _ROWS
     if kind in ("FP8", "INT4")
     or (kind not in OF_EXPERTS and name == "gate and up" and R in (1, 32, 512))
+]
+TABLE += [
+    OpCase(
+        op="linear",
+        function="linear_add",
+        name=f"INT4 in groups of 32 26B down, {R} rows",
+        make=partial(
+            quantized_arguments,
+            function="linear_add",
+            quantized=QUANTIZED["INT4 in groups of 32"],
+            R=R,
+            K=2112,
+            N=2816,
+        ),
+        dtype="bfloat16",
+        is_large=True,
+    )
+    for R in (1, 32, 512)
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}

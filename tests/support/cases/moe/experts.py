@@ -196,6 +196,12 @@ TABLE += [
     for case in large_cases(name, 2048, config, rows=(1, 4, 8, 32, 128, 512))
 ]
 TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
+TABLE += large_cases(
+    "INT4 scales, 32 of 704",
+    2816,
+    replace(GEMMA, num_experts=32),
+    quantized=QUANTIZED["INT4 in groups of 32"],
+)
 TABLE += large_cases("biases, 32 of 2880", 2880, OSS)
 TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON)
 TABLE += [
