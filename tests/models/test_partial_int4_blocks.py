@@ -34,7 +34,9 @@ SIZES |= {"moe_intermediate_size": 320, "intermediate_size": 448, "num_key_value
 PADDING = {"experts.down": 64, "experts.parallel_down": 64}
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
 HALF = ml_dtypes.bfloat16
-RANKS = pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.matrix)])
+RANKS = pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(each, marks=pytest.mark.matrix) for each in (1, 4))]
+)
 
 
 def gemma() -> dict[str, Any]:
