@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 class ResponseModel(BaseModel):
     """Response object; it has no fields besides those of the schema."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 class ErrorFields(ResponseModel):
