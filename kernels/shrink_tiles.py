@@ -1,10 +1,14 @@
-"""Tiles of the shrink of LoRA adapters; they affect speed only."""
+"""Tiles of the shrink and the expand of LoRA adapters; they affect speed only."""
 
 from dataclasses import dataclass
 
 from shared.spec.reduction_order import ShrinkOrder
 
-_FEW_ROWS = 128
+FEW_ROWS = 32
+"""Rows of a GEMM tile that loads several adapters at once."""
+_RANKS_AT_ONCE = 64
+"""Ranks of these adapters."""
+_SPLIT_ROWS = 128
 """Rows of a call that divides the inputs of a row among programs."""
 _DEPTH = 128
 
@@ -32,7 +36,7 @@ class ShrinkTiles:
     def of(cls, R: int, ranks: int, K: int, order: ShrinkOrder) -> "ShrinkTiles":
         """Returns the tiles for `R` rows, the rows of A of all parts, and `K` inputs."""
         chunks = -(-K // order.chunk)
-        if R <= _FEW_ROWS:
+        if R <= _SPLIT_ROWS:
             rows = min(64, max(16, 1 << (R - 1).bit_length()))
             return cls(rows, 16, _DEPTH, chunks, 1, warps=4, stages=5)
         return cls(64, _block(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
@@ -49,3 +53,8 @@ class ShrinkTiles:
 def _block(ranks: int) -> int:
     """Returns the rows of A of a program for many rows."""
     return 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16
+
+
+def adapters_at_once(slots: int, rank: int) -> int:
+    """Returns the adapters that a GEMM tile of few rows loads at once, of all adapter slots."""
+    return max(1, min(slots, _RANKS_AT_ONCE // rank))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.shrink_tiles import ShrinkTiles
+from kernels.shrink_tiles import ShrinkTiles, adapters_at_once
 from kernels.tiles import Tiles
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding
@@ -58,7 +58,7 @@ def with_huge(weights: AdapterWeights) -> AdapterWeights:
 @pytest.mark.parametrize("rank", [16, pytest.param(64, marks=pytest.mark.matrix)])
 def test_adapted_products_match_spec(case: tuple[str, bool], rank: int, language: str) -> None:
     kind, is_swapped = case
-    x, weight, lora = given(kind, 20, 3, rank)
+    x, weight, lora = given(kind, 20, 6, rank)
     got = multiplied(language, kind, x, weight, lora, tiles(swapped=is_swapped))
     want = specified(kind, x, weight, lora)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)  # order of the sums
@@ -188,3 +188,8 @@ def test_few_rows_split_inputs_among_programs(rows: int, splits: int) -> None:
     assert (cut.splits, cut.splits * cut.chunks) == (splits, 24)
     assert 48 % cut.ranks == 0
     assert SHRINK.chunk % (2 * cut.depth) == 0
+
+
+def test_few_rows_load_adapters_of_64_ranks_together() -> None:
+    assert [adapters_at_once(8, rank) for rank in (16, 32, 64, 256)] == [4, 2, 1, 1]
+    assert adapters_at_once(3, 16) == 3

@@ -30,6 +30,7 @@ def sums_of(operands, format, block, is_compiled, adapters, parts):
         loads_weight_first=format != PLAIN,
         **LOADERS[format].of_block(block),
     )
+    slots = None if adapters is None else _slots_in(block, adapters)
     shape = (tile.columns, rows) if tiles.swapped else (rows, tile.columns)
     loader = LOADERS[format](tile, tiles.depth, is_compiled)
     steps = pl.cdiv(tile.x.shape[1], loader.depth)
@@ -39,15 +40,20 @@ def sums_of(operands, format, block, is_compiled, adapters, parts):
     if tiles.swapped:
         sums = [x.T for x in sums]
     if adapters is not None:
-        sums = list(_adapted(sums, block, adapters, parts))
+        sums = list(_adapted(sums, slots, block, adapters, parts))
     if len(sums) < block.weights:
         sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
     return sums
 
 
-def _adapted(sums, block, adapters, parts):
-    """Continues the accumulators over the inputs of the adapters of the rows."""
-    columns, N, is_row = block.tiles.columns, block.outputs, block.row < block.num_rows
+def _slots_in(block, adapters):
+    """Returns the adapter slot of each row, 0 out of bounds."""
+    return pltriton.load(adapters.slots.at[block.row], mask=block.row < block.num_rows, other=0)
+
+
+def _adapted(sums, slots, block, adapters, parts):
+    """Continues the accumulators over the inputs of the adapters of the rows, in `slots`."""
+    columns, N = block.tiles.columns, block.outputs
     span = block.weights // len(sums)
     for number, acc in enumerate(sums):
         lane = lax.iota(jnp.int32, span * columns)
@@ -58,8 +64,7 @@ def _adapted(sums, block, adapters, parts):
             first=number * N,
             last=(number + span) * N,
             row=block.row,
-            is_row=is_row,
-            entry=block.row,
+            slots=slots,
             layer=adapters.layer[0],
         )
         yield expand(acc, tile, adapters, parts)

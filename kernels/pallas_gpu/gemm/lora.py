@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int
 
-from kernels.shrink_tiles import ShrinkTiles
+from kernels.shrink_tiles import FEW_ROWS, ShrinkTiles, adapters_at_once
 from shared.spec.reduction_order import ShrinkOrder
 
 _SLICE = 16
@@ -144,8 +144,8 @@ class AdapterTile(NamedTuple):
     Attributes:
       output, is_output: Outputs of the accumulator, and mask of those in bounds.
       first, last: Outputs of all tiles are from `first` to before `last`.
-      row, is_row: Rows of the sums, and mask of those in bounds.
-      entry: Index of each row in `slots`: the row, or the row of a slot of experts.
+      row: Rows of the sums: those of the GEMM, or slots of experts.
+      slots: Adapter slot of each row, 0 out of bounds.
       layer: Index into the stacks.
     """
 
@@ -154,8 +154,7 @@ class AdapterTile(NamedTuple):
     first: int
     last: int
     row: Any
-    is_row: Any
-    entry: Any
+    slots: Any
     layer: Any
 
 
@@ -168,57 +167,109 @@ def expand(acc, tile, adapters, parts):
       adapters: References, see `AdapterOperands`.
       parts: Outputs of each part.
     """
-    slots = pltriton.load(adapters.slots.at[tile.entry], mask=tile.is_row, other=0)
+    slots = tile.slots
+    num_slots, *_, rank = adapters.b.shape
+    at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
+    begin = jnp.min(jnp.where(slots > 0, slots, num_slots + 1)) - 1
 
-    def add(slot, acc):
+    def add(step, acc):
+        first = begin + step * at_once
+        own = [_OwnRows.of(slots, first + i, num_slots) for i in range(at_once)]
+        factors = [_factors_of(tile, adapters, rows) for rows in own]
+        end = 0
+        for number, outputs in enumerate(parts):
+            begin_of_part, end = end, end + outputs
+            acc = _expand_part(acc, tile, adapters, own, number, begin_of_part, end)
+        for rows, factor in zip(own, factors, strict=True):
+            acc = jnp.where(rows.is_own[:, None], acc * factor[None, :], acc)
+        return acc
+
+    count = jnp.max(slots) - begin
+    return lax.fori_loop(0, lax.div(count + at_once - 1, at_once), add, acc)
+
+
+class _OwnRows(NamedTuple):
+    """Rows of a tile with one adapter.
+
+    Attributes:
+      slot: Index of the adapter.
+      is_own, is_used: Mask of the rows, and whether there are any.
+    """
+
+    slot: Any
+    is_own: Any
+    is_used: Any
+
+    @classmethod
+    def of(cls, slots: Any, slot: Any, num_slots: int) -> "_OwnRows":
+        """Returns the rows with an adapter; a slot after the last has none."""
         is_own = slots == slot + 1
-
-        def continued(acc):
-            end = 0
-            for number, outputs in enumerate(parts):
-                begin, end = end, end + outputs
-                acc = _expand_part(acc, tile, adapters, slot, is_own, number, begin, end)
-            at = adapters.factors.at[slot, tile.layer, tile.output]
-            factor = pltriton.load(at, mask=tile.is_output, other=0.0)
-            return jnp.where(is_own[:, None], acc * factor[None, :], acc)
-
-        return lax.cond(any_of(is_own), continued, lambda acc: acc, acc)
-
-    return lax.fori_loop(0, adapters.b.shape[0], add, acc)
+        return cls(jnp.minimum(slot, num_slots - 1), is_own, any_of(is_own))
 
 
-def _expand_part(acc, tile, adapters, slot, is_own, number, begin, end):
+def _factors_of(tile, adapters, rows):
+    """Returns the factor of each output."""
+    at = adapters.factors.at[rows.slot, tile.layer, tile.output]
+    return pltriton.load(at, mask=tile.is_output & rows.is_used, other=0.0)
+
+
+def _expand_part(acc, tile, adapters, own, number, begin, end):
     """Continues the outputs of one part, if the tile has some."""
     if end <= tile.first or tile.last <= begin:
         return acc
     if begin <= tile.first and tile.last <= end:
-        return _add_inputs(acc, tile, adapters, slot, is_own, tile.is_output, number)
+        return _add_inputs(acc, tile, adapters, own, tile.is_output, number)
     is_part = tile.is_output & (tile.output >= begin) & (tile.output < end)
 
     def continued(acc):
-        return _add_inputs(acc, tile, adapters, slot, is_own, is_part, number)
+        return _add_inputs(acc, tile, adapters, own, is_part, number)
 
     return lax.cond(any_of(is_part), continued, lambda acc: acc, acc)
 
 
-def _add_inputs(acc, tile, adapters, slot, is_own, is_output, part):
-    """Adds the inputs of a slot's adapter to some outputs of its rows."""
-    sums, layer, all_rank = acc, tile.layer, adapters.b.shape[-1]
-    of_outputs = jnp.broadcast_to(is_output[:, None], (len(is_output), _SLICE))
-    of_rows = jnp.broadcast_to(is_own[:, None], (len(is_own), _SLICE))
-    for first in range(0, all_rank, _SLICE):
-        lane = first + lax.iota(jnp.int32, _SLICE)
-        rank = part * all_rank + lane
-        at = adapters.b.at[slot, layer, tile.output[:, None], lane[None, :]]
-        b = pltriton.load(at, mask=of_outputs, other=0.0)
-        scale = pltriton.load(adapters.scales.at[slot, layer, rank])
-        total = jnp.zeros((len(is_own), _SLICE), jnp.float32)
-        for split in range(adapters.sums.shape[1]):
-            at = adapters.sums.at[tile.row[:, None], split, rank[None, :]]
-            total = total + pltriton.load(at, mask=of_rows, other=0.0)
-        a = (total * scale[None, :]).astype(b.dtype)
+def _add_inputs(acc, tile, adapters, own, is_output, part):
+    """Adds the inputs of some adapters to some outputs of their rows.
+
+    All operands are loaded before the first is used, as each load takes longer than the products.
+    """
+    lanes = [at + lax.iota(jnp.int32, _SLICE) for at in range(0, adapters.b.shape[-1], _SLICE)]
+    weights = [[_weight_in(tile, adapters, rows, is_output, x) for x in lanes] for rows in own]
+    inputs = [[_inputs_in(tile, adapters, rows, part, x) for x in lanes] for rows in own]
+
+    for rows, a, b in zip(own, inputs, weights, strict=True):
+        continued = functools.partial(
+            _multiply, rows=rows, is_output=is_output, inputs=a, weights=b
+        )
+        acc = lax.cond(rows.is_used, continued, lambda acc: acc, acc)
+    return acc
+
+
+def _multiply(acc, rows, is_output, inputs, weights):
+    """Continues the accumulator of the rows of one adapter."""
+    sums = acc
+    for a, b in zip(inputs, weights, strict=True):
         sums = sums + pltriton.dot(a, b.T, **_EXACT)
-    return jnp.where(is_own[:, None] & is_output[None, :], sums, acc)
+    return jnp.where(rows.is_own[:, None] & is_output[None, :], sums, acc)
+
+
+def _weight_in(tile, adapters, rows, is_output, lane):
+    """Returns some columns of B of an adapter, zero outside the outputs."""
+    at = adapters.b.at[rows.slot, tile.layer, tile.output[:, None], lane[None, :]]
+    mask = jnp.broadcast_to((is_output & rows.is_used)[:, None], (len(is_output), _SLICE))
+    return pltriton.load(at, mask=mask, other=0.0)
+
+
+def _inputs_in(tile, adapters, rows, part, lane):
+    """Returns `round(s * (A x))` of the rows for some rows of A of a part."""
+    rank = part * adapters.b.shape[-1] + lane
+    scales = adapters.scales.at[rows.slot, tile.layer, rank]
+    scale = pltriton.load(scales, mask=jnp.broadcast_to(rows.is_used, rank.shape), other=0.0)
+    of_rows = jnp.broadcast_to(rows.is_own[:, None], (len(rows.is_own), _SLICE))
+    total = jnp.zeros(of_rows.shape, jnp.float32)
+    for split in range(adapters.sums.shape[1]):
+        at = adapters.sums.at[tile.row[:, None], split, rank[None, :]]
+        total = total + pltriton.load(at, mask=of_rows, other=0.0)
+    return (total * scale[None, :]).astype(adapters.b.dtype)
 
 
 def expand_rows(acc, tile, part, adapters):
@@ -226,9 +277,8 @@ def expand_rows(acc, tile, part, adapters):
 
     Each product of two bfloat16 values is exact, so the bits do not depend on fused operations.
     """
-    slots = pltriton.load(adapters.slots.at[tile.entry], mask=tile.is_row, other=0)
-    is_own, all_rank = slots > 0, adapters.b.shape[-1]
-    slot = jnp.where(is_own, slots - 1, 0)
+    is_own, all_rank = tile.slots > 0, adapters.b.shape[-1]
+    slot = jnp.where(is_own, tile.slots - 1, 0)
     keep = jnp.broadcast_to(is_own[:, None] & tile.is_output[None, :], acc.shape)
     load = functools.partial(pltriton.load, other=0.0)
 
@@ -258,6 +308,8 @@ def expand_logits(logits, gate, row, is_row, expert, adapters, routing):
       routing: Router config.
     """
 
+    slots = pltriton.load(adapters.slots.at[row], mask=is_row, other=0)
+
     def tile_of_outputs(output: Any, end: int) -> AdapterTile:
         return AdapterTile(
             output=output,
@@ -265,8 +317,7 @@ def expand_logits(logits, gate, row, is_row, expert, adapters, routing):
             first=0,
             last=end,
             row=row,
-            is_row=is_row,
-            entry=row,
+            slots=slots,
             layer=adapters.layer[0],
         )
 

@@ -183,14 +183,14 @@ def expand_expert(acc, tile, is_slot, output, is_output, first, last, adapters, 
       adapted: See `AdaptedExperts`.
       of_row: Slots of a row.
     """
+    of_slots = adapters.slots.at[lax.div(tile.slots, of_row)]
     rows = AdapterTile(
         output=output,
         is_output=is_output,
         first=first,
         last=last,
         row=tile.slots,
-        is_row=is_slot,
-        entry=lax.div(tile.slots, of_row),
+        slots=pltriton.load(of_slots, mask=is_slot, other=0),
         layer=adapters.layer[0] * adapted.stored + tile.expert,
     )
     return expand(acc, rows, adapters, adapted.parts)

@@ -262,6 +262,8 @@ def _product_block(
     if sizes.box is not None:
         rank, call = rank_of(args.mail, sizes), number_of(args.clock, args.call)
     early = load_early(args, tile, sizes, squares)
+    if sizes.adapters is not None:
+        slots = tl.load(args.adapters.slots + tile.row, mask=tile.is_row, other=0)
     shape: tl.constexpr = (
         (config.width, config.rows) if config.is_swapped else (config.rows, config.width)
     )
@@ -283,7 +285,7 @@ def _product_block(
     if is_launched and waits_late:
         gdc_wait()
     if sizes.adapters is not None:
-        acc, more = _adapted(acc, more, args, tile, sizes, config)
+        acc, more = _adapted(acc, more, slots, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)
     out, norm = finish(acc, more, early, args, tile, sizes, squares)
     row, column, block = tile.row, tile.column, tile.block
@@ -360,8 +362,8 @@ def _outputs_of(tile, weight_at, scales_at, sizes: tl.constexpr, config: tl.cons
 
 
 @triton.jit
-def _adapted(acc, more, args, tile, sizes: tl.constexpr, config: tl.constexpr):
-    """Continues the accumulators over the inputs of the adapters of the rows."""
+def _adapted(acc, more, slots, args, tile, sizes: tl.constexpr, config: tl.constexpr):
+    """Continues the accumulators over the inputs of the adapters of the rows, in `slots`."""
     N: tl.constexpr = sizes.N
     adapters: tl.constexpr = sizes.adapters
     last: tl.constexpr = N * (config.width // config.columns)
@@ -370,7 +372,7 @@ def _adapted(acc, more, args, tile, sizes: tl.constexpr, config: tl.constexpr):
     is_output = output < N
     output += lane // config.columns * N
     own = args.adapters
-    rows = AdapterTile(row=tile.row, is_row=tile.is_row, entry=tile.row)
+    rows = AdapterTile(row=tile.row, slots=slots)
     acc = expand(acc, output, is_output, 0, last, own, rows, adapters)
     if sizes.is_gated and config.beside > 0:
         more = expand(more, output + N, is_output, N, 2 * N, own, rows, adapters)

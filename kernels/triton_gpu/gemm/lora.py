@@ -17,12 +17,13 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.shrink_tiles import ShrinkTiles
+from kernels.shrink_tiles import FEW_ROWS, ShrinkTiles, adapters_at_once
 from kernels.triton_gpu.gemm.block_loaders import add_product
 from shared.spec.reduction_order import ShrinkOrder
 
 _SLICE = tl.constexpr(16)
 """Inputs of an adapter that are added at once: the depth of a tensor core instruction."""
+_FEW_ROWS = tl.constexpr(FEW_ROWS)
 
 
 class AdapterOperands(NamedTuple):
@@ -49,6 +50,7 @@ class AdapterSizes(NamedTuple):
       rank, ranks: Columns of B, and rows of A.
       ends: First output after each part.
       b, scales, factors: Elements from a slot to the next.
+      at_once: Adapters that a tile of few rows loads at once.
       is_next: Whether the GEMM is the kernel after the shrink. It then waits for the shrink after
         its main loop only: the shrink has waited for all kernels before.
     """
@@ -61,6 +63,7 @@ class AdapterSizes(NamedTuple):
     b: int
     scales: int
     factors: int
+    at_once: int
     is_next: bool
 
 
@@ -68,13 +71,12 @@ class AdapterTile(NamedTuple):
     """Rows of a tile.
 
     Attributes:
-      row, is_row: Rows of the sums, and mask of those in bounds.
-      entry: Index of each row in `slots`: the row, or the row of a slot of experts.
+      row: Rows of the sums: those of the GEMM, or slots of experts.
+      slots: Adapter slot of each row, 0 out of bounds.
     """
 
     row: Any
-    is_row: Any
-    entry: Any
+    slots: Any
 
 
 class RowAdapters(NamedTuple):
@@ -103,6 +105,7 @@ class RowAdapters(NamedTuple):
             b=b.stride(0),
             scales=scales.stride(0),
             factors=factors.stride(0),
+            at_once=adapters_at_once(len(b), b.shape[-1]),
             is_next=self.is_next,
         )
 
@@ -233,37 +236,47 @@ def expand(
     """
     ends: tl.constexpr = sizes.ends
     parts: tl.constexpr = len(ends)
-    count: tl.constexpr = sizes.slots
-    slots = tl.load(adapters.slots + tile.entry, mask=tile.is_row, other=0)
-    for number in tl.range(0, count):
-        is_own = slots == number + 1
-        if tl.max(is_own.to(tl.int32), 0) > 0:
-            slot = tl.cast(number, tl.int64)
-            for part in tl.static_range(parts):
-                acc = _expand_part(
-                    acc,
-                    slot,
-                    is_own,
-                    output,
-                    is_output,
-                    first,
-                    last,
-                    part,
-                    adapters,
-                    tile,
-                    sizes,
-                )
-            factors = adapters.factors + slot * sizes.factors + output
-            factor = tl.load(factors, mask=is_output, other=0.0)
-            acc = tl.where(is_own[:, None], acc * factor[None, :], acc)
+    at_once: tl.constexpr = sizes.at_once if tile.row.shape[0] <= _FEW_ROWS else 1
+    slots = tile.slots
+    begin = tl.min(tl.where(slots > 0, slots, sizes.slots + 1), 0) - 1
+    for number in tl.range(begin, tl.max(slots, 0), at_once):
+        factors = ()
+        for i in tl.static_range(at_once):
+            is_used = _if_any(slots == number + i + 1, is_output)
+            at = adapters.factors + tl.cast(number + i, tl.int64) * sizes.factors + output
+            factors = factors + (tl.load(at, mask=is_used, other=0.0),)
+        for part in tl.static_range(parts):
+            acc = _expand_part(
+                acc,
+                number,
+                slots,
+                output,
+                is_output,
+                first,
+                last,
+                part,
+                adapters,
+                tile,
+                sizes,
+                at_once,
+            )
+        for i in tl.static_range(at_once):
+            is_own = slots == number + i + 1
+            acc = tl.where(is_own[:, None], acc * tl.expand_dims(factors[i], 0), acc)
     return acc
+
+
+@triton.jit
+def _if_any(is_own, mask):
+    """Returns a mask if any row has an adapter, and otherwise False."""
+    return tl.where(tl.max(is_own.to(tl.int32), 0) > 0, mask, False)
 
 
 @triton.jit
 def _expand_part(
     acc,
-    slot,
-    is_own,
+    number,
+    slots,
     output,
     is_output,
     first: tl.constexpr,
@@ -272,50 +285,74 @@ def _expand_part(
     adapters,
     tile,
     sizes: tl.constexpr,
+    at_once: tl.constexpr,
 ):
     """Continues the outputs of one part, if the tile has some."""
     ends: tl.constexpr = sizes.ends
     begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
     end: tl.constexpr = ends[part]
     if begin <= first and last <= end:
-        acc = _add_inputs(acc, slot, is_own, output, is_output, part, adapters, tile, sizes)
+        acc = _add_inputs(
+            acc, number, slots, output, is_output, part, adapters, tile, sizes, at_once
+        )
     elif begin < last and first < end:
         is_part = is_output & (output >= begin) & (output < end)
         if tl.max(is_part.to(tl.int32), 0) > 0:
-            acc = _add_inputs(acc, slot, is_own, output, is_part, part, adapters, tile, sizes)
+            acc = _add_inputs(
+                acc, number, slots, output, is_part, part, adapters, tile, sizes, at_once
+            )
     return acc
 
 
 @triton.jit
 def _add_inputs(
     acc,
-    slot,
-    is_own,
+    number,
+    slots,
     output,
     is_output,
     part: tl.constexpr,
     adapters,
     tile,
     sizes: tl.constexpr,
+    at_once: tl.constexpr,
 ):
-    """Adds the inputs of a slot's adapter to some outputs of its rows."""
+    """Adds the inputs of the adapters of some slots to some outputs of their rows.
+
+    All operands are loaded before the first is used, as each load takes longer than the products.
+    """
     slices: tl.constexpr = sizes.rank // _SLICE
     splits: tl.constexpr = sizes.splits
-    of_outputs = adapters.b + slot * sizes.b + output.to(tl.int64)[:, None] * sizes.rank
     of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * (splits * sizes.ranks)
-    sums = acc
-    for number in tl.static_range(slices):
-        lane = number * _SLICE + tl.arange(0, _SLICE)
-        rank = part * sizes.rank + lane
-        b = tl.load(of_outputs + lane[None, :], mask=is_output[:, None], other=0.0)
-        scale = tl.load(adapters.scales + slot * sizes.scales + rank)
-        total = tl.zeros((is_own.shape[0], _SLICE), tl.float32)
-        for split in tl.static_range(splits):
-            at = of_rows + split * sizes.ranks + rank[None, :]
-            total += tl.load(at, mask=is_own[:, None], other=0.0)
-        a = (total * scale[None, :]).to(b.dtype)
-        sums = add_product(sums, a, b, False)
-    return tl.where(is_own[:, None] & is_output[None, :], sums, acc)
+    weights, inputs = (), ()
+    for i in tl.static_range(at_once):
+        is_used = _if_any(slots == number + i + 1, is_output)
+        slot = tl.cast(number + i, tl.int64)
+        of_outputs = adapters.b + slot * sizes.b + output.to(tl.int64)[:, None] * sizes.rank
+        for at in tl.static_range(0, sizes.rank, _SLICE):
+            lane = at + tl.arange(0, _SLICE)
+            b = tl.load(of_outputs + lane[None, :], mask=is_used[:, None], other=0.0)
+            weights = weights + (b,)
+    for i in tl.static_range(at_once):
+        is_own = slots == number + i + 1
+        of_scales = adapters.scales + tl.cast(number + i, tl.int64) * sizes.scales
+        for at in tl.static_range(0, sizes.rank, _SLICE):
+            rank = part * sizes.rank + at + tl.arange(0, _SLICE)
+            scale = tl.load(of_scales + rank, mask=_if_any(is_own, rank >= 0), other=0.0)
+            total = tl.zeros((slots.shape[0], _SLICE), tl.float32)
+            for split in tl.static_range(splits):
+                of_split = of_rows + split * sizes.ranks + rank[None, :]
+                total += tl.load(of_split, mask=is_own[:, None], other=0.0)
+            inputs = inputs + ((total * scale[None, :]).to(adapters.b.dtype.element_ty),)
+    for i in tl.static_range(at_once):
+        is_own = slots == number + i + 1
+        if tl.max(is_own.to(tl.int32), 0) > 0:
+            sums = acc
+            for step in tl.static_range(slices):
+                a, b = inputs[i * slices + step], weights[i * slices + step]
+                sums = add_product(sums, a, b, False)
+            acc = tl.where(is_own[:, None] & is_output[None, :], sums, acc)
+    return acc
 
 
 @triton.jit
@@ -325,9 +362,8 @@ def expand_rows(acc, tile, output, is_output, part: tl.constexpr, adapters, size
     Each product of two bfloat16 values is exact, so the bits do not depend on fused operations.
     """
     splits: tl.constexpr = sizes.splits
-    slots = tl.load(adapters.slots + tile.entry, mask=tile.is_row, other=0)
-    is_own = slots > 0
-    slot = tl.where(is_own, slots - 1, 0).to(tl.int64)
+    is_own = tile.slots > 0
+    slot = tl.where(is_own, tile.slots - 1, 0).to(tl.int64)
     keep = is_own[:, None] & is_output[None, :]
     of_rows = adapters.sums + tile.row.to(tl.int64) * (splits * sizes.ranks)
     of_outputs = adapters.b + slot[:, None] * sizes.b + output[None, :] * sizes.rank
@@ -357,7 +393,7 @@ def expand_logits(logits, gate, row, is_row, expert, adapters, routing: tl.const
       routing: See `router.RoutingConfig`.
     """
     sizes: tl.constexpr = routing.adapters
-    tile = AdapterTile(row=row, is_row=is_row, entry=row)
+    tile = AdapterTile(row=row, slots=tl.load(adapters.slots + row, mask=is_row, other=0))
     is_expert = expert < routing.experts
     logits = expand_rows(logits, tile, expert, is_expert, 0, adapters, sizes)
     if routing.is_gated:

@@ -191,5 +191,6 @@ def expand_expert(
         scales=adapters.scales + expert * sizes.ranks,
         factors=adapters.factors + expert * outputs,
     )
-    rows = AdapterTile(row=tile.slots, is_row=is_slot, entry=tile.slots // of_row)
+    slots = tl.load(adapters.slots + tile.slots // of_row, mask=is_slot, other=0)
+    rows = AdapterTile(row=tile.slots, slots=slots)
     return expand(acc, output, is_output, first, last, own, rows, sizes)
