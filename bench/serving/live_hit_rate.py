@@ -2,11 +2,12 @@
 
     python -m bench.serving.live_hit_rate --out bench/results/router_hit_rate_live_cpu.json
 
-The servers have a random model of one small layer and the demo model's tokenizer: hits depend on
-neither weights nor sizes, and 800 requests take seconds. Users wait for a random time between two
-requests, and replies are the reference answers. The router runs in this process, with one policy
-after the other; each has its own cache namespace (field `user`), so servers start once. `single`
-sends all requests to one of the servers. Hits are those of `usage`.
+By default the servers have a random model of one small layer and the demo model's tokenizer: hits
+depend on neither weights nor sizes, and 800 requests take seconds. `--flags` starts servers of the
+torch backend with another model, side by side. Users wait for a random time between two requests,
+and replies are the reference answers. The router runs in this process, with one policy after the
+other; each has its own cache namespace (field `user`), so servers start once. `single` sends all
+requests to one of the servers. Hits are those of `usage`.
 """
 
 import argparse
@@ -22,11 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from bench.common.environment import versions, write_results
 from bench.serving.router_hit_rate import DEMO, UNBOUNDED, Chat, workload
@@ -38,6 +41,7 @@ from shared.router.policy import LOAD_BOUND, RoutingPolicy
 from shared.router.replicas import Replicas
 from shared.server.api.connection import ConnectionLimit
 from shared.server.api.service import HttpServer
+from tests.support.default_signals import heard_signals
 from tests.support.http_fixtures import serving
 
 CONFIG = {
@@ -122,6 +126,13 @@ async def measured(
     return {"policy": name, **counts, "busiest": busiest, "seconds": seconds}
 
 
+def started(command: Sequence[str], count: int, ends: ExitStack) -> list[str]:
+    """Starts servers at the same time; returns their URLs."""
+    with heard_signals(), ThreadPoolExecutor() as pool:
+        starts = [pool.submit(ends.enter_context, serving(command)) for _ in range(count)]
+    return [each.result().url for each in starts]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints and writes the hit rates."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -132,13 +143,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--think-s", type=float, default=1.0, help="mean pause of a user between two requests"
     )
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument(
+        "--flags", help="flags of torch servers with another model, as one quoted word"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file, written after each policy")
     options = parser.parse_args(words)
     chats, rows = workload(options.users, options.turns), []
+    head: Counts = {"command": shlex.join(["python", "-m", parser.prog.split()[-1], *words])}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head |= {"versions": versions("torch", device), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
         write_model(Path(folder))
-        command = ["-m", "torch_impl.serve", "--port", "0", "--model-path", folder, *FLAGS.split()]
-        urls = [ends.enter_context(serving(command)).url for _ in range(options.replicas)]
+        flags = shlex.split(options.flags or f"--model-path {folder} {FLAGS}")
+        command = ["-m", "torch_impl.serve", "--port", "0", *flags]
+        urls = started(command, options.replicas, ends)
         for name, policy, used in (
             (SINGLE, RoutingPolicy(ROUND_ROBIN), urls[:1]),
             ("longest prefix", RoutingPolicy(CACHE_AWARE, UNBOUNDED), urls),
@@ -148,10 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             rows.append(asyncio.run(measured(name, policy, used, chats, options.think_s)))
             print(json.dumps(rows[-1]), flush=True)
-    if options.out:
-        head: Counts = {"command": shlex.join(["python", "-m", parser.prog.split()[-1], *words])}
-        head |= {"versions": versions("torch", "cpu"), "cores": os.cpu_count()}
-        write_results(options.out, head | {"load": os.getloadavg(), "rows": rows})
+            if options.out:
+                write_results(options.out, head | {"load": os.getloadavg(), "rows": rows})
     return 0
 
 
