@@ -167,109 +167,88 @@ def expand(acc, tile, adapters, parts):
       adapters: References, see `AdapterOperands`.
       parts: Outputs of each part.
     """
-    slots = tile.slots
-    num_slots, *_, rank = adapters.b.shape
-    at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
-    begin = jnp.min(jnp.where(slots > 0, slots, num_slots + 1)) - 1
-
-    def add(step, acc):
-        first = begin + step * at_once
-        own = [_OwnRows.of(slots, first + i, num_slots) for i in range(at_once)]
-        factors = [_factors_of(tile, adapters, rows) for rows in own]
-        end = 0
-        for number, outputs in enumerate(parts):
-            begin_of_part, end = end, end + outputs
-            acc = _expand_part(acc, tile, adapters, own, number, begin_of_part, end)
-        for rows, factor in zip(own, factors, strict=True):
-            acc = jnp.where(rows.is_own[:, None], acc * factor[None, :], acc)
-        return acc
-
-    count = jnp.max(slots) - begin
-    return lax.fori_loop(0, lax.div(count + at_once - 1, at_once), add, acc)
-
-
-class _OwnRows(NamedTuple):
-    """Rows of a tile with one adapter.
-
-    Attributes:
-      slot: Index of the adapter.
-      is_own, is_used: Mask of the rows, and whether there are any.
-    """
-
-    slot: Any
-    is_own: Any
-    is_used: Any
-
-    @classmethod
-    def of(cls, slots: Any, slot: Any, num_slots: int) -> "_OwnRows":
-        """Returns the rows with an adapter; a slot after the last has none."""
-        is_own = slots == slot + 1
-        return cls(jnp.minimum(slot, num_slots - 1), is_own, any_of(is_own))
-
-
-def _factors_of(tile, adapters, rows):
-    """Returns the factor of each output."""
-    at = adapters.factors.at[rows.slot, tile.layer, tile.output]
-    return pltriton.load(at, mask=tile.is_output & rows.is_used, other=0.0)
-
-
-def _expand_part(acc, tile, adapters, own, number, begin, end):
-    """Continues the outputs of one part, if the tile has some."""
-    if end <= tile.first or tile.last <= begin:
-        return acc
-    if begin <= tile.first and tile.last <= end:
-        return _add_inputs(acc, tile, adapters, own, tile.is_output, number)
-    is_part = tile.is_output & (tile.output >= begin) & (tile.output < end)
-
-    def continued(acc):
-        return _add_inputs(acc, tile, adapters, own, is_part, number)
-
-    return lax.cond(any_of(is_part), continued, lambda acc: acc, acc)
-
-
-def _add_inputs(acc, tile, adapters, own, is_output, part):
-    """Adds the inputs of some adapters to some outputs of their rows.
-
-    All operands are loaded before the first is used, as each load takes longer than the products.
-    """
-    lanes = [at + lax.iota(jnp.int32, _SLICE) for at in range(0, adapters.b.shape[-1], _SLICE)]
-    weights = [[_weight_in(tile, adapters, rows, is_output, x) for x in lanes] for rows in own]
-    inputs = [[_inputs_in(tile, adapters, rows, part, x) for x in lanes] for rows in own]
-
-    for rows, a, b in zip(own, inputs, weights, strict=True):
-        continued = functools.partial(
-            _multiply, rows=rows, is_output=is_output, inputs=a, weights=b
-        )
-        acc = lax.cond(rows.is_used, continued, lambda acc: acc, acc)
+    end = 0
+    for part, outputs in enumerate(parts):
+        begin, end = end, end + outputs
+        if begin <= tile.first and tile.last <= end:
+            acc = _add_inputs(acc, tile, adapters, tile.is_output, part)
+        elif begin < tile.last and tile.first < end:
+            is_part = tile.is_output & (tile.output >= begin) & (tile.output < end)
+            how = {"tile": tile, "adapters": adapters, "is_output": is_part, "part": part}
+            continued = functools.partial(_add_inputs, **how)
+            acc = lax.cond(any_of(is_part), continued, lambda acc: acc, acc)
     return acc
 
 
-def _multiply(acc, rows, is_output, inputs, weights):
+def _add_inputs(acc, tile, adapters, is_output, part):
+    """Continues some outputs of one part, with the inputs of all rows loaded once.
+
+    Operands are loaded before the first is used, as each load takes longer than the products.
+    """
+    num_slots, *_, rank = adapters.b.shape
+    slots, lanes = tile.slots, [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
+    at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
+    inputs = [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
+    begin, end = jnp.min(jnp.where(slots > 0, slots, num_slots + 1)) - 1, jnp.max(slots)
+    columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
+    zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
+
+    def add(step, acc):
+        first = begin + step * at_once
+
+        def load():
+            return [
+                _weights_of(tile, adapters, is_output, slots, first + i, lanes)
+                for i in range(at_once)
+            ]
+
+        # Always: one branch of all loads, before any layout conversion.
+        loaded = lax.cond(first < end, load, lambda: zeros)
+        for i, (weights, factor) in enumerate(loaded):
+            is_own = slots == first + i + 1
+            how = {"inputs": inputs, "weights": weights, "factor": factor}
+            continued = functools.partial(_multiply, is_own=is_own, is_output=is_output, **how)
+            acc = lax.cond(any_of(is_own), continued, lambda acc: acc, acc)
+        return acc
+
+    return lax.fori_loop(0, lax.div(end - begin + at_once - 1, at_once), add, acc)
+
+
+def _multiply(acc, is_own, is_output, inputs, weights, factor):
     """Continues the accumulator of the rows of one adapter."""
     sums = acc
     for a, b in zip(inputs, weights, strict=True):
         sums = sums + pltriton.dot(a, b.T, **_EXACT)
-    return jnp.where(rows.is_own[:, None] & is_output[None, :], sums, acc)
+    return jnp.where(is_own[:, None] & is_output[None, :], sums * factor[None, :], acc)
 
 
-def _weight_in(tile, adapters, rows, is_output, lane):
-    """Returns some columns of B of an adapter, zero outside the outputs."""
-    at = adapters.b.at[rows.slot, tile.layer, tile.output[:, None], lane[None, :]]
-    mask = jnp.broadcast_to((is_output & rows.is_used)[:, None], (len(is_output), _SLICE))
-    return pltriton.load(at, mask=mask, other=0.0)
-
-
-def _inputs_in(tile, adapters, rows, part, lane):
-    """Returns `round(s * (A x))` of the rows for some rows of A of a part."""
-    rank = part * adapters.b.shape[-1] + lane
-    scales = adapters.scales.at[rows.slot, tile.layer, rank]
-    scale = pltriton.load(scales, mask=jnp.broadcast_to(rows.is_used, rank.shape), other=0.0)
-    of_rows = jnp.broadcast_to(rows.is_own[:, None], (len(rows.is_own), _SLICE))
-    total = jnp.zeros(of_rows.shape, jnp.float32)
+def _inputs_of(tile, adapters, rank):
+    """Returns `round(s * (A x))` of each row for some rows of A of its own adapter."""
+    slot = jnp.maximum(tile.slots - 1, 0)[:, None]
+    is_own = jnp.broadcast_to((tile.slots > 0)[:, None], (len(tile.slots), _SLICE))
+    load = functools.partial(pltriton.load, mask=is_own, other=0.0)
+    scale = load(adapters.scales.at[slot, tile.layer, rank[None, :]])
+    total = jnp.zeros(is_own.shape, jnp.float32)
     for split in range(adapters.sums.shape[1]):
-        at = adapters.sums.at[tile.row[:, None], split, rank[None, :]]
-        total = total + pltriton.load(at, mask=of_rows, other=0.0)
-    return (total * scale[None, :]).astype(adapters.b.dtype)
+        total = total + load(adapters.sums.at[tile.row[:, None], split, rank[None, :]])
+    return (total * scale).astype(adapters.b.dtype)
+
+
+def _weights_of(tile, adapters, is_output, slots, slot, lanes):
+    """Returns columns of B and the factor of each output of an adapter; zeros if no row has it."""
+    is_used = is_output & any_of(slots == slot + 1)
+    slot = jnp.minimum(slot, adapters.b.shape[0] - 1)
+    mask = jnp.broadcast_to(is_used[:, None], (len(is_used), _SLICE))
+    columns = [
+        pltriton.load(
+            adapters.b.at[slot, tile.layer, tile.output[:, None], lane[None, :]],
+            mask=mask,
+            other=0.0,
+        )
+        for lane in lanes
+    ]
+    of_outputs = adapters.factors.at[slot, tile.layer, tile.output]
+    return columns, pltriton.load(of_outputs, mask=is_used, other=0.0)
 
 
 def expand_rows(acc, tile, part, adapters):

@@ -236,123 +236,93 @@ def expand(
     """
     ends: tl.constexpr = sizes.ends
     parts: tl.constexpr = len(ends)
+    for part in tl.static_range(parts):
+        begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
+        end: tl.constexpr = ends[part]
+        if begin <= first and last <= end:
+            acc = _add_inputs(acc, output, is_output, part, adapters, tile, sizes)
+        elif begin < last and first < end:
+            is_part = is_output & (output >= begin) & (output < end)
+            if tl.max(is_part.to(tl.int32), 0) > 0:
+                acc = _add_inputs(acc, output, is_part, part, adapters, tile, sizes)
+    return acc
+
+
+@triton.jit
+def _add_inputs(acc, output, is_output, part: tl.constexpr, adapters, tile, sizes: tl.constexpr):
+    """Continues some outputs of one part, with the inputs of all rows loaded once.
+
+    Operands are loaded before the first is used, as each load takes longer than the products.
+    """
     at_once: tl.constexpr = sizes.at_once if tile.row.shape[0] <= _FEW_ROWS else 1
+    slices: tl.constexpr = sizes.rank // _SLICE
     slots = tile.slots
+    inputs = ()
+    for at in tl.static_range(0, sizes.rank, _SLICE):
+        rank = part * sizes.rank + at + tl.arange(0, _SLICE)
+        inputs = inputs + (_inputs_of(tile, rank, adapters, sizes),)
     begin = tl.min(tl.where(slots > 0, slots, sizes.slots + 1), 0) - 1
-    for number in tl.range(begin, tl.max(slots, 0), at_once):
-        factors = ()
+    end = tl.max(slots, 0)
+    for number in tl.range(begin, end, at_once):
+        is_any = number < end  # always: one branch of all loads, before any layout conversion
+        weights, factors = (), ()
         for i in tl.static_range(at_once):
-            is_used = _if_any(slots == number + i + 1, is_output)
-            at = adapters.factors + tl.cast(number + i, tl.int64) * sizes.factors + output
-            factors = factors + (tl.load(at, mask=is_used, other=0.0),)
-        for part in tl.static_range(parts):
-            acc = _expand_part(
-                acc,
-                number,
-                slots,
-                output,
-                is_output,
-                first,
-                last,
-                part,
-                adapters,
-                tile,
-                sizes,
-                at_once,
-            )
+            factor = tl.zeros(output.shape, tl.float32)
+            if is_any:
+                factor = _factor_of(slots, number + i, output, is_output, adapters, sizes)
+            factors = factors + (factor,)
+            for at in tl.static_range(0, sizes.rank, _SLICE):
+                b = tl.zeros((output.shape[0], _SLICE), adapters.b.dtype.element_ty)
+                if is_any:
+                    b = _weight_of(slots, number + i, output, is_output, at, adapters, sizes)
+                weights = weights + (b,)
         for i in tl.static_range(at_once):
             is_own = slots == number + i + 1
-            acc = tl.where(is_own[:, None], acc * tl.expand_dims(factors[i], 0), acc)
+            if tl.max(is_own.to(tl.int32), 0) > 0:
+                sums = acc
+                for step in tl.static_range(slices):
+                    sums = add_product(sums, inputs[step], weights[i * slices + step], False)
+                sums = sums * tl.expand_dims(factors[i], 0)
+                acc = tl.where(is_own[:, None] & is_output[None, :], sums, acc)
     return acc
 
 
 @triton.jit
-def _if_any(is_own, mask):
-    """Returns a mask if any row has an adapter, and otherwise False."""
-    return tl.where(tl.max(is_own.to(tl.int32), 0) > 0, mask, False)
-
-
-@triton.jit
-def _expand_part(
-    acc,
-    number,
-    slots,
-    output,
-    is_output,
-    first: tl.constexpr,
-    last: tl.constexpr,
-    part: tl.constexpr,
-    adapters,
-    tile,
-    sizes: tl.constexpr,
-    at_once: tl.constexpr,
-):
-    """Continues the outputs of one part, if the tile has some."""
-    ends: tl.constexpr = sizes.ends
-    begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
-    end: tl.constexpr = ends[part]
-    if begin <= first and last <= end:
-        acc = _add_inputs(
-            acc, number, slots, output, is_output, part, adapters, tile, sizes, at_once
-        )
-    elif begin < last and first < end:
-        is_part = is_output & (output >= begin) & (output < end)
-        if tl.max(is_part.to(tl.int32), 0) > 0:
-            acc = _add_inputs(
-                acc, number, slots, output, is_part, part, adapters, tile, sizes, at_once
-            )
-    return acc
-
-
-@triton.jit
-def _add_inputs(
-    acc,
-    number,
-    slots,
-    output,
-    is_output,
-    part: tl.constexpr,
-    adapters,
-    tile,
-    sizes: tl.constexpr,
-    at_once: tl.constexpr,
-):
-    """Adds the inputs of the adapters of some slots to some outputs of their rows.
-
-    All operands are loaded before the first is used, as each load takes longer than the products.
-    """
-    slices: tl.constexpr = sizes.rank // _SLICE
+def _inputs_of(tile, rank, adapters, sizes: tl.constexpr):
+    """Returns `round(s * (A x))` of each row for some rows of A of its own adapter."""
     splits: tl.constexpr = sizes.splits
+    is_own = (tile.slots > 0)[:, None]
+    slot = tl.where(tile.slots > 0, tile.slots - 1, 0).to(tl.int64)[:, None]
     of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * (splits * sizes.ranks)
-    weights, inputs = (), ()
-    for i in tl.static_range(at_once):
-        is_used = _if_any(slots == number + i + 1, is_output)
-        slot = tl.cast(number + i, tl.int64)
-        of_outputs = adapters.b + slot * sizes.b + output.to(tl.int64)[:, None] * sizes.rank
-        for at in tl.static_range(0, sizes.rank, _SLICE):
-            lane = at + tl.arange(0, _SLICE)
-            b = tl.load(of_outputs + lane[None, :], mask=is_used[:, None], other=0.0)
-            weights = weights + (b,)
-    for i in tl.static_range(at_once):
-        is_own = slots == number + i + 1
-        of_scales = adapters.scales + tl.cast(number + i, tl.int64) * sizes.scales
-        for at in tl.static_range(0, sizes.rank, _SLICE):
-            rank = part * sizes.rank + at + tl.arange(0, _SLICE)
-            scale = tl.load(of_scales + rank, mask=_if_any(is_own, rank >= 0), other=0.0)
-            total = tl.zeros((slots.shape[0], _SLICE), tl.float32)
-            for split in tl.static_range(splits):
-                of_split = of_rows + split * sizes.ranks + rank[None, :]
-                total += tl.load(of_split, mask=is_own[:, None], other=0.0)
-            inputs = inputs + ((total * scale[None, :]).to(adapters.b.dtype.element_ty),)
-    for i in tl.static_range(at_once):
-        is_own = slots == number + i + 1
-        if tl.max(is_own.to(tl.int32), 0) > 0:
-            sums = acc
-            for step in tl.static_range(slices):
-                a, b = inputs[i * slices + step], weights[i * slices + step]
-                sums = add_product(sums, a, b, False)
-            acc = tl.where(is_own[:, None] & is_output[None, :], sums, acc)
-    return acc
+    scale = tl.load(adapters.scales + slot * sizes.scales + rank[None, :], mask=is_own, other=0.0)
+    total = tl.zeros(scale.shape, tl.float32)
+    for split in tl.static_range(splits):
+        total += tl.load(of_rows + split * sizes.ranks + rank[None, :], mask=is_own, other=0.0)
+    return (total * scale).to(adapters.b.dtype.element_ty)
+
+
+@triton.jit
+def _weight_of(slots, number, output, is_output, at: tl.constexpr, adapters, sizes: tl.constexpr):
+    """Returns some columns of B of an adapter, zero if no row has it."""
+    lane = at + tl.arange(0, _SLICE)
+    of_outputs = adapters.b + tl.cast(number, tl.int64) * sizes.b
+    of_outputs += output.to(tl.int64)[:, None] * sizes.rank
+    mask = _if_used(slots, number, is_output)[:, None]
+    return tl.load(of_outputs + lane[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _factor_of(slots, number, output, is_output, adapters, sizes: tl.constexpr):
+    """Returns the factor of each output of an adapter, zero if no row has it."""
+    of_outputs = adapters.factors + tl.cast(number, tl.int64) * sizes.factors + output
+    return tl.load(of_outputs, mask=_if_used(slots, number, is_output), other=0.0)
+
+
+@triton.jit
+def _if_used(slots, number, is_output):
+    """Returns the mask of outputs if any row has an adapter, and otherwise False."""
+    is_used = tl.max((slots == number + 1).to(tl.int32), 0) > 0
+    return tl.where(is_used, is_output, False)
 
 
 @triton.jit
