@@ -8,7 +8,6 @@ precedes the messages in a chat template: the model, the tenant (field `user`) a
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,7 +68,7 @@ def _blocks(prompt: Any) -> Iterator[Any]:
 
 
 def _encoded(part: Any) -> bytes:
-    return json.dumps(part, separators=(",", ":")).encode() + b"\0"
+    return repr(part).encode() + b"\0"
 
 
 @dataclass(slots=True)
