@@ -9,9 +9,8 @@ server is closed at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers as HttpHeaders
@@ -80,12 +79,14 @@ class Forwarder:
             return
         keys = await self._work.do(len(body), _keys, body) if body else []
         exchange = _Exchange(scope, body, send)
-        with exchange.watch_client(receive):
-            try:
-                await self._forward(exchange, keys)
-            except ApiError as error:
-                self.counters.fail(error.code or "")
-                raise
+        watch = asyncio.create_task(exchange.watch_client(receive))
+        try:
+            await self._forward(exchange, keys)
+        except ApiError as error:
+            self.counters.fail(error.code or "")
+            raise
+        finally:
+            watch.cancel()
         self.counters.disconnects += exchange.has_left
 
     async def _forward(self, exchange: _Exchange, keys: Sequence[bytes]) -> None:
@@ -97,10 +98,11 @@ class Forwarder:
                 break
             self.counters.retries += bool(tried)
             tried.append(replica)
+            replica.num_open += 1
+            replica.num_requests += 1
             try:
-                with _counted(replica):
-                    is_last = len(tried) == MAX_TRIES or len(self._replicas.ready) == 1
-                    await exchange.run(replica, is_last)
+                is_last = len(tried) == MAX_TRIES or len(self._replicas.ready) == 1
+                await exchange.run(replica, is_last)
                 return
             except UpstreamError as error:
                 if exchange.has_left:
@@ -113,6 +115,8 @@ class Forwarder:
                     self.counters.fail("replica_lost")
                     await exchange.end_with_error()
                     return
+            finally:
+                replica.num_open -= 1
         if tried:
             message = f"the replica failed before its response began ({reason}); send it again"
             raise ApiError(502, message, code="replica_lost", retry_after_s=RETRY_AFTER_S)
@@ -136,25 +140,16 @@ class _Exchange:
         if body or self._method == b"POST":
             self._headers.append((b"content-length", str(len(body)).encode()))
         self._connection: Connection | None = None
-        self._is_anthropic = is_anthropic(scope["path"], HttpHeaders(scope=scope))
+        self._scope = scope
         self._is_stream = self.has_begun = self.has_left = False
 
-    @contextlib.contextmanager
-    def watch_client(self, receive: Receive) -> Iterator[None]:
+    async def watch_client(self, receive: Receive) -> None:
         """Closes the connection to the server when the client disconnects."""
-
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            self.has_left = True
-            if self._connection is not None:
-                self._connection.abort()
-
-        task = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            task.cancel()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+        if self._connection is not None:
+            self._connection.abort()
 
     async def run(self, replica: Replica, is_last: bool) -> None:
         """Sends the request to a replica and its response to the client.
@@ -237,22 +232,11 @@ class _Exchange:
         error = ApiError(502, message, code="replica_lost")
         if not self._is_stream:
             raise error
-        if self._is_anthropic:
+        if is_anthropic(self._scope["path"], HttpHeaders(scope=self._scope)):
             events = [StreamEvent(error.to_anthropic_json(), "error")]
         else:
             events = [StreamEvent(error.to_json()), StreamEvent(STREAM_END)]
         await self._send_body(b"".join(each.encode() for each in events), False)
-
-
-@contextlib.contextmanager
-def _counted(replica: Replica) -> Iterator[None]:
-    """Counts an open request of a replica."""
-    replica.num_open += 1
-    replica.num_requests += 1
-    try:
-        yield
-    finally:
-        replica.num_open -= 1
 
 
 async def _whole_body(receive: Receive) -> bytes | None:
