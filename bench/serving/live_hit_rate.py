@@ -17,7 +17,6 @@ import os
 import random
 import shlex
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import torch
 from bench.common.environment import versions, write_results
 from bench.serving.router_hit_rate import DEMO, UNBOUNDED, Chat, workload
 from shared.options.router import CACHE_AWARE, LEAST_LOAD, ROUND_ROBIN
+from shared.process.address import bind
 from shared.router.aggregation import AggregateRoutes
 from shared.router.app import router_apps
 from shared.router.forwarding import Forwarder
@@ -80,7 +80,8 @@ async def routed(policy: RoutingPolicy, urls: Sequence[str]) -> AsyncIterator[tu
     forwarder = Forwarder(replicas)
     app, _ = router_apps(AggregateRoutes(replicas, forwarder), forwarder, False)
     server = HttpServer(app, ConnectionLimit.of(2000, 1), 1, listening.set)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    (listener,) = bind("127.0.0.1", 0)  # without Nagle's algorithm
+    with listener:
         task = asyncio.create_task(server.serve([listener]))
         await listening.wait()
         while len(replicas.ready) < len(urls):
