@@ -22,9 +22,11 @@ def remember_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.dtype, "__eq__", _equal(core.dtype.__eq__))
     for name, remembering in (
         ("broadcast_impl_value", _broadcast),
+        ("cast", _cast),
         ("computation_type_impl", _computation_type),
     ):
         patch.setattr(semantic, name, remembering(getattr(semantic, name)))
+    patch.setattr(core, "_unwrap_if_constexpr", _unwrap(core._unwrap_if_constexpr, core))
 
 
 def _block_type(make: Callable[..., None], core: Any) -> Callable[..., None]:
@@ -66,14 +68,57 @@ def _equal(compare: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Skips the broadcast of two blocks of one shape."""
+    """Skips the broadcast of two blocks of one shape, and remembers the types of other results."""
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def broadcasted(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
-        is_done = a.is_block() and b.is_block() and a.shape is b.shape
-        return (lhs, rhs) if is_done else broadcast(self, lhs, rhs)
+        both = a.is_block() and b.is_block()
+        if both and a.shape is b.shape:
+            return lhs, rhs
+        found = known.get((a.name, b.name))
+        if found is not None:
+            return _expanded(self, lhs, found[0]), _expanded(self, rhs, found[1])
+        made = broadcast(self, lhs, rhs)
+        # The name of a pointer type omits the address space.
+        if not (a.scalar.is_ptr() or b.scalar.is_ptr() or (both and len(a.shape) != len(b.shape))):
+            known[a.name, b.name] = made[0].type, made[1].type
+        return made
 
     return broadcasted
+
+
+def _expanded(semantic: Any, value: Any, type: Any) -> Any:
+    """Returns a block or a scalar as a block of this type; two blocks have equal ranks."""
+    if value.type.name == type.name:
+        return value
+    if value.type.is_block():
+        handle = semantic.builder.create_broadcast(value.handle, type.shape)
+    else:
+        handle = semantic.builder.create_splat(type, value.handle)
+    return semantic.tensor(handle, type)
+
+
+def _cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Skips the cast to the own type."""
+
+    def casted(self: Any, value: Any, to: Any, rounding: str | None = None) -> Any:
+        return value if value.dtype is to else cast(self, value, to, rounding)
+
+    return casted
+
+
+def _unwrap(unwrap: Callable[[Any], Any], core: Any) -> Callable[[Any], Any]:
+    """Looks at the types first that most arguments have."""
+    plain = {int, float, bool, str, type(None), core.tensor}
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    return unwrapped
 
 
 def _computation_type(find: Callable[..., Any]) -> Callable[..., Any]:
