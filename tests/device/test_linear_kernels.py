@@ -400,7 +400,7 @@ def test_linear_row_is_batch_invariant_across_tiles(language: str) -> None:
 
 
 ROWS = {
-    "an embedding's": normal(0, 4, 200) * np.float32(1e-3),
+    "an embedding's": normal(0, 4, 300) * np.float32(1e-3),
     "of a wide channel": np.concatenate([normal(1, 4, 199), np.full((4, 1), 3e4, np.float32)], 1),
     "zeros": np.zeros((2, 64), np.float32),
     "all alike": np.full((2, 256), 1.9, np.float32),

@@ -134,8 +134,7 @@ def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
     x, column, sums = _row(x_ref, order)
     chunks = sums_ref.shape[1]
     part = lax.iota(jnp.int32, sums.shape[0])
-    at = jnp.minimum(part, chunks - 1)
-    pltriton.store(sums_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
+    pltriton.store(sums_ref.at[pl.program_id(0), part], sums, mask=part < chunks)
     if norms_ref is not None:
         norm = norms_ref.at[layer_ref[0], column]
         x = x * pltriton.load(norm, mask=column < x_ref.shape[1], other=0.0)
