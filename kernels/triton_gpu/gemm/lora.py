@@ -234,17 +234,34 @@ def expand(
       tile: Rows of the accumulator, see `AdapterTile`.
       sizes: Sizes, see `AdapterSizes`.
     """
-    ends: tl.constexpr = sizes.ends
-    parts: tl.constexpr = len(ends)
+    parts: tl.constexpr = len(sizes.ends)
     for part in tl.static_range(parts):
-        begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
-        end: tl.constexpr = ends[part]
-        if begin <= first and last <= end:
-            acc = _add_inputs(acc, output, is_output, part, adapters, tile, sizes)
-        elif begin < last and first < end:
-            is_part = is_output & (output >= begin) & (output < end)
-            if tl.max(is_part.to(tl.int32), 0) > 0:
-                acc = _add_inputs(acc, output, is_part, part, adapters, tile, sizes)
+        acc = _expand_part(acc, output, is_output, first, last, part, adapters, tile, sizes)
+    return acc
+
+
+@triton.jit
+def _expand_part(
+    acc,
+    output,
+    is_output,
+    first: tl.constexpr,
+    last: tl.constexpr,
+    part: tl.constexpr,
+    adapters,
+    tile,
+    sizes: tl.constexpr,
+):
+    """Continues the outputs of one part, if the tile has some."""
+    ends: tl.constexpr = sizes.ends
+    begin: tl.constexpr = 0 if part == 0 else ends[part - 1]
+    end: tl.constexpr = ends[part]
+    if begin <= first and last <= end:
+        acc = _add_inputs(acc, output, is_output, part, adapters, tile, sizes)
+    elif begin < last and first < end:
+        is_part = is_output & (output >= begin) & (output < end)
+        if tl.max(is_part.to(tl.int32), 0) > 0:
+            acc = _add_inputs(acc, output, is_part, part, adapters, tile, sizes)
     return acc
 
 
@@ -258,8 +275,8 @@ def _add_inputs(acc, output, is_output, part: tl.constexpr, adapters, tile, size
     slices: tl.constexpr = sizes.rank // _SLICE
     slots = tile.slots
     inputs = ()
-    for at in tl.static_range(0, sizes.rank, _SLICE):
-        rank = part * sizes.rank + at + tl.arange(0, _SLICE)
+    for step in tl.static_range(slices):
+        rank = part * sizes.rank + step * _SLICE + tl.arange(0, _SLICE)
         inputs = inputs + (_inputs_of(tile, rank, adapters, sizes),)
     begin = tl.min(tl.where(slots > 0, slots, sizes.slots + 1), 0) - 1
     end = tl.max(slots, 0)
@@ -271,9 +288,10 @@ def _add_inputs(acc, output, is_output, part: tl.constexpr, adapters, tile, size
             if is_any:
                 factor = _factor_of(slots, number + i, output, is_output, adapters, sizes)
             factors = factors + (factor,)
-            for at in tl.static_range(0, sizes.rank, _SLICE):
+            for step in tl.static_range(slices):
                 b = tl.zeros((output.shape[0], _SLICE), adapters.b.dtype.element_ty)
                 if is_any:
+                    at = step * _SLICE
                     b = _weight_of(slots, number + i, output, is_output, at, adapters, sizes)
                 weights = weights + (b,)
         for i in tl.static_range(at_once):
