@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
 import pytest
 
 from shared.cluster.transfer.counters import TransferCounters
@@ -101,6 +102,8 @@ def test_lost_sender_ends_fetch(sender, client, sent, reasons):
     client.fetch(sender.publish()[0], Deadline(30)).release()
     ticket, _ = sender.publish()
     os.kill(sender.process.pid, sent)
+    ended = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    assert wait_until(lambda: psutil.Process(sender.process.pid).status() in ended)
     with pytest.raises(TransferError) as error:
         client.fetch(ticket, Deadline(1))
     assert error.value.reason in reasons
