@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,7 @@ class Replicas:
     @property
     def ready(self) -> list[Replica]:
         """Replicas that accept requests."""
-        return [each for each in self if each.state is ReplicaState.READY]
+        return [each for each in self._replicas.values() if each.state is ReplicaState.READY]
 
     def set_urls(self, urls: Collection[str]) -> None:
         """Adds and removes replicas, so that these URLs remain; called in the event loop."""
@@ -92,11 +92,9 @@ class Replicas:
                 replica = self._replicas[url] = Replica(index, ConnectionPool(url))
                 replica.check = asyncio.create_task(self._check_often(replica))
 
-    def choose(self, keys: Sequence[bytes], tried: Iterable[Replica]) -> Replica | None:
+    def choose(self, keys: Sequence[bytes], tried: Collection[Replica]) -> Replica | None:
         """Returns the replica for a request; None if none is ready besides those tried."""
-        ready = {each.index: each for each in self.ready}
-        for each in tried:
-            ready.pop(each.index, None)
+        ready = {each.index: each for each in self.ready if each not in tried}
         if not ready:
             return None
         loads = {index: each.num_open for index, each in ready.items()}

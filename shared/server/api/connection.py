@@ -62,6 +62,7 @@ class HttpConfig(uvicorn.Config):
             log_config=None,  # `logs.set_up` configures logging
             log_level="warning",
             access_log=False,
+            server_header=False,  # h11 checks each header of a response three times
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=grace_s,
