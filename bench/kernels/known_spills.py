@@ -69,6 +69,8 @@ WIDE_HEADS = ("head, 512 rows, greedy", "head, 512 rows, at a temperature")
 LATENT_ALONE = (
     *(f"{heads} heads, 32 x 4 rows after 512" for heads in (20, 128)),
     "20 heads, 8 x 16 nodes after 4096",
+)
+LATENT_PROMPTS = (
     "20 heads, prompt of 2048",
     "20 heads, chunk of 2048 after 6144",
     "128 heads, prompt of 512",
@@ -80,6 +82,7 @@ OF_SPANS = "what is summed over spans, which waits outside of the loops"
 PADDED = "what is summed over spans, of 256 columns"
 DEEP = "it keeps the best of 3,856 candidates; no known model requires it"
 TWO_SUMS = "sums of 512 latent columns, of a split and of all splits"
+HOISTED = "addresses and descriptors of shared memory, computed before the loops"
 SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"
@@ -96,6 +99,7 @@ EXCUSES = (
     Excuse("prefill_attention", PROMPTS, 1600, OF_SPANS),
     Excuse("prefill_attention", ("heads of 512, prompt of 512",), 496, OF_SPANS),
     Excuse("latent_attention", LATENT_ALONE, 152, TWO_SUMS),
+    Excuse("latent_attention_sm90", LATENT_PROMPTS, 400, HOISTED),
     Excuse("attention_sm90", DESCRIBED_PROMPTS, 900, OF_SPANS),
     Excuse("sample_rows", (SCORED, CODES, LATENT_CODES), 8, FEW),
     Excuse("sample_rows", ("head, 1 rows, greedy",), 8, FEW),
