@@ -5,7 +5,8 @@
 
 One prompt is prefilled, exported to host memory, evicted and imported again, on an idle engine and
 without transport between processes. The time to the first token after the import is next to that
-of the prefill that it saves. Every round must find the record again.
+of the prefill that it saves. Every round must find the record again. `--compare 64` also imports
+records of each backend into each, and compares 64 tokens with those without transfer.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from bench.steps.decode_steps import flags, model_options, side_options, with_lo
 from shared.boundary.kv_transfer import TransferRecord
 from shared.engine.engine import Engine
 from shared.engine.request import CacheNamespace, Request, SamplingParams
-from tests.support.in_process_engine import Served, ask, one_bucket, started
+from tests.support.in_process_engine import Answer, Served, ask, one_bucket, started
 
 HEADER = (
     f"{'side':6}{'drafts':20}{'prompt':>8}{'tokens':>8}{'MB':>9}{'export ms':>11}{'GB/s':>7}"
@@ -71,10 +73,15 @@ def seconds(run: Callable[[], object]) -> float:
 
 def first_token(served: Served, number: int, prompt: Sequence[int]) -> tuple[float, int]:
     """Returns the seconds of a prompt with one output token, and its cached tokens."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    request = Request(request_id=number, prompt=tuple(prompt), sampling=sampling)
-    answer, cached = ask(served, request), request.cached_tokens or 0
+    answer, cached = answered(served, number, prompt, 1)
     return answer.seconds, cached
+
+
+def answered(served: Served, number: int, prompt: Sequence[int], tokens: int) -> tuple[Answer, int]:
+    """Returns the greedy answer to a prompt, and the prompt's cached tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
+    request = Request(request_id=number, prompt=tuple(prompt), sampling=sampling)
+    return ask(served, request), request.cached_tokens or 0
 
 
 def measure(served: Served, length: int, rounds: int) -> Line:
@@ -106,6 +113,30 @@ def measure(served: Served, length: int, rounds: int) -> Line:
     }
 
 
+def compared(sides: dict[str, Served], length: int, tokens: int) -> Iterator[Line]:
+    """Yields a line for each pair of backends: whether the outputs of the second with a record of
+    the first equal those without transfer.
+    """
+    for number, (source, sink) in enumerate(product(sides, repeat=2)):
+        rng, vocab = np.random.default_rng((length, number)), sides[sink].backend.capacity.vocab
+        prompt, first = rng.integers(2, vocab - 2, length).tolist(), (1 << 20) + 3 * number
+        wanted, _ = answered(sides[sink], first, prompt, tokens)
+        first_token(sides[source], first + 1, prompt)
+        _, record = exported(sides[source].engine, prompt)
+        imported(sides[sink].engine, record)
+        found, cached = answered(sides[sink], first + 2, prompt, tokens)
+        assert 0 < cached <= record.num_tokens
+        yield {
+            "from": source,
+            "into": sink,
+            "prompt": length,
+            "transferred_tokens": record.num_tokens,
+            "compared_tokens": len(wanted.outcome.tokens),
+            "tokens_are_equal": found.outcome.tokens == wanted.outcome.tokens,
+            "acceptance_is_equal": found.outcome.accepted == wanted.outcome.accepted,
+        }
+
+
 def line_of(line: Line) -> str:
     """Returns a line for a terminal."""
     return (
@@ -124,12 +155,13 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
-    found: dict[str, Any] = {"command": command, "versions": {}, "lines": []}
+    found: dict[str, Any] = {"command": command, "versions": {}, "lines": [], "pairs": []}
     bounds = ["--max-running-requests", "1", "--grammar-backend", "none"]
-    bounds += ["--context-length", str(64 + max(options.prompt))]
+    bounds += ["--context-length", str(64 + options.compare + max(options.prompt))]
     print(HEADER)
-    for backend in options.backend:
-        for draft in drafts:
+    for draft in drafts:
+        sides: dict[str, Served] = {}
+        for backend in options.backend:
             reset_peak(backend)
             line = ["--model-path", str(options.model), *draft.flags(folders)]
             line += [*flags(options, None), *bounds]
@@ -142,6 +174,18 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 print(line_of(found["lines"][-1]), flush=True)
                 if options.out:
                     write_results(options.out, found)
+            if options.compare:
+                sides[backend] = served
+            else:
+                served.engine.close()
+        for pair in chain.from_iterable(
+            compared(sides, n, options.compare) for n in options.prompt
+        ):
+            found["pairs"].append({"drafts": str(draft)} | pair)
+            print(found["pairs"][-1], flush=True)
+            if options.out:
+                write_results(options.out, found)
+        for served in sides.values():
             served.engine.close()
     return found
 
@@ -152,6 +196,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     side_options(parser)
     parser.add_argument("--prompt", nargs="+", type=int, default=[1024, 8192])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compare", type=int, default=0, metavar="TOKENS")
     return parser.parse_args(words)
 
 
