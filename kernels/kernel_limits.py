@@ -1,5 +1,6 @@
 """Limits of the kernels of both backends, as plain data that startup checks without a GPU."""
 
+from kernels.latent_tiles import SM90_RANK, SM90_ROPE, SM90_TILE
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = (*range(16, 257, 16), 512)
@@ -32,3 +33,17 @@ def row_warps(size: int) -> int:
 def arrivals_of_experts(rows: int, hidden: int) -> int:
     """Returns the number of arrival counters of an MoE block, zero before and after a launch."""
     return rows * -(-hidden // SQUARES.chunk)
+
+
+def fits_latent_sm90(page: int, size: int, nodes: int, rank: int, tile: int) -> bool:
+    """Returns whether `latent_attention_sm90` supports the sizes: 512 latent columns and 64 of rope
+    keys, pages of whole tiles, windows of at most 64 nodes.
+
+    Args:
+      page: Positions of a page.
+      size, rank: Columns of a cached row, and of its latent.
+      nodes: Width of the tree window.
+      tile: Positions of a tile.
+    """
+    is_wide = (rank, size) == (SM90_RANK, SM90_RANK + SM90_ROPE)
+    return is_wide and tile == SM90_TILE and page % tile == 0 and nodes <= MOST_NODES

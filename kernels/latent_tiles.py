@@ -15,6 +15,8 @@ SPLIT_LANES, SPLIT_PROGRAMS = 32, 132
 """Maximum lanes and programs of tiles with several programs, which bound the partial results."""
 SM90_LANES, SM90_RANK, SM90_ROPE = 64, 512, 64
 """Lanes of a program of `latent_attention_sm90`, and its columns of latents and rope keys."""
+SM90_TILE = 64
+"""Positions of a tile of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,13 @@ from itertools import product
 
 import pytest
 
-from kernels.latent_tiles import LatentAttentionTiles, latent_bytes, most_splits, splits_of
+from kernels.kernel_limits import fits_latent_sm90
+from kernels.latent_tiles import (
+    LatentAttentionTiles,
+    latent_bytes,
+    most_splits,
+    splits_of,
+)
 from kernels.tiles import Tiles
 from shared.boundary.program import Program, ProgramFeature, StepKind
 from shared.boundary.workspace import split_attention
@@ -32,6 +38,17 @@ def test_most_splits_bound_partial_results_of_tables(language: str) -> None:
 def test_tiles_beyond_sm90_lanes_raise() -> None:
     with pytest.raises(ValueError, match="lanes must be at most 64, got 128"):
         LatentAttentionTiles(lanes=128, programs=1, warps=8, stages=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [({}, True), ({"page": 128}, True), ({"nodes": 64}, True)]
+    + [({name: 32}, False) for name in ("page", "size", "rank", "tile")]
+    + [({"nodes": 65}, False), ({"page": 96}, False)],
+)
+def test_sm90_kernel_fits_sizes(changed: dict[str, int], fits: bool) -> None:
+    sizes = {"page": 64, "size": 576, "nodes": 0, "rank": 512, "tile": 64}
+    assert fits_latent_sm90(**(sizes | changed)) == fits
 
 
 @pytest.mark.parametrize(("lanes", "programs"), [(64, 132), (32, 264)])

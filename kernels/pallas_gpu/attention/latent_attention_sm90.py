@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Bool, Float, Int
 
-from kernels.kernel_limits import MOST_NODES
+from kernels.kernel_limits import fits_latent_sm90
 from kernels.latent_tiles import (
     LATENT_COLUMNS,
     SM90_RANK,
@@ -42,7 +42,6 @@ from kernels.pallas_gpu.attention.verify_sm90_mainloop import LANES, TILE
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
 
 _ROPE, _RANK = SM90_ROPE, SM90_RANK
-_SIZE = _RANK + _ROPE
 _COPYING_REGISTERS, _MULTIPLYING_REGISTERS = 24, 240
 
 
@@ -52,17 +51,15 @@ def takes(
     rank: int,
     tile: int,
 ) -> bool:
-    """Returns whether `attend_latent_sm90` supports the arrays: bfloat16, 512 latent columns and 64
-    of rope keys, pages of whole tiles, windows of at most 64 nodes.
+    """Returns whether `attend_latent_sm90` supports the arrays: `fits_latent_sm90`, bfloat16.
 
     Args:
       pool, window: Latent pools, and the windows of rows.
       rank: Columns of the latent.
       tile: Positions of a tile.
     """
-    is_whole = pool.shape[3] % TILE == 0 and tile == TILE
-    is_wide = (rank, pool.shape[5]) == (_RANK, _SIZE) and window.shape[1] <= MOST_NODES
-    return is_whole and is_wide and pool.dtype == jnp.bfloat16
+    fits = fits_latent_sm90(pool.shape[3], pool.shape[5], window.shape[1], rank, tile)
+    return fits and pool.dtype == jnp.bfloat16
 
 
 def attend_latent_sm90(

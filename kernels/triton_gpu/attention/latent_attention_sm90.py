@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.kernel_limits import MOST_NODES
+from kernels.kernel_limits import fits_latent_sm90
 from kernels.latent_tiles import SPLIT_PROGRAMS, LatentAttentionTiles, sm90_blocks
 from kernels.triton_gpu.attention.latent_attention_sm90_mainloop import (
     BLOCKS,
@@ -45,17 +45,16 @@ _MULTIPLYING_REGISTERS, _COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 def takes(
     pool: Float[Tensor, "L 1 P page 1 r_dr"], window: Bool[Tensor, "R N"], rank: int, tile: int
 ) -> bool:
-    """Returns whether `attend_latent_sm90` supports the arrays: bfloat16, 512 latent columns and 64
-    of rope keys, pages of whole tiles, windows of at most 64 nodes, Hopper.
+    """Returns whether `attend_latent_sm90` supports the arrays: `fits_latent_sm90`, bfloat16 and
+    Hopper.
 
     Args:
       pool, window: Latent pools, and the windows of rows.
       rank: Columns of the latent.
       tile: Positions of a tile.
     """
-    is_whole = pool.shape[3] % TILE.value == 0 and tile == TILE.value
-    is_wide = (rank, pool.shape[5]) == (RANK.value, SIZE.value) and window.shape[1] <= MOST_NODES
-    return is_whole and is_wide and pool.dtype == torch.bfloat16 and is_on_hopper()
+    fits = fits_latent_sm90(pool.shape[3], pool.shape[5], window.shape[1], rank, tile)
+    return fits and pool.dtype == torch.bfloat16 and is_on_hopper()
 
 
 def attend_latent_sm90(
@@ -97,8 +96,7 @@ def attend_latent_sm90(
         RowVisibility(
             starts=row_starts, first=first, until=until, window=window if window.shape[1] else until
         ),
-        out,
-        totals,
+        LatentResults(out=out, totals=totals),
         num_rows=R,
         num_requests=B,
         columns=columns,
@@ -127,8 +125,7 @@ def _latent_attention_sm90_kernel(
     ropes_of,
     table_at,
     seen,
-    out_at,
-    totals_at,
+    results,
     num_rows,
     num_requests,
     columns,
@@ -141,8 +138,7 @@ def _latent_attention_sm90_kernel(
     if is_launched:
         gdc_wait()
     begin = gl.load(seen.starts + num_requests) + gl.program_id(0)
-    _clear_padding(out_at, begin, num_rows, gl.num_programs(0), heads)
-    results = LatentResults(out_at, totals_at)
+    _clear_padding(results.out, begin, num_rows, gl.num_programs(0), heads)
     stages: gl.constexpr = config.stages
     of_barrier: gl.constexpr = mbarrier.MBarrierLayout()
     of_lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.latent_tiles import LATENT_COLUMNS
+from kernels.latent_tiles import LATENT_COLUMNS, SM90_RANK, SM90_ROPE
 from kernels.triton_gpu.attention.verify_sm90_loads import pairs_of
 from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     LANES,
@@ -32,11 +32,8 @@ HALF = gl.constexpr(TILE.value // 2)
 """Positions of a tile of which a warpgroup computes the scores."""
 WIDTH, BLOCKS = gl.constexpr(LATENT_COLUMNS), gl.constexpr(4)
 """Columns and number of the blocks of a latent, of which a warpgroup accumulates two."""
-ROPE, RANK, SIZE = (
-    gl.constexpr(64),
-    gl.constexpr(4 * LATENT_COLUMNS),
-    gl.constexpr(4 * LATENT_COLUMNS + 64),
-)
+ROPE, RANK = gl.constexpr(SM90_ROPE), gl.constexpr(SM90_RANK)
+SIZE = gl.constexpr(SM90_RANK + SM90_ROPE)
 _PART = gl.constexpr(32)
 """Latent columns per step of the clean-up of a tile."""
 
