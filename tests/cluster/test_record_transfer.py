@@ -258,8 +258,29 @@ def test_client_limits_its_bytes(sender, client):
 
 def test_client_rejects_memory_without_seals(sender, client, monkeypatch):
     """Memory that the sender may truncate would end the receiver by SIGBUS."""
-    monkeypatch.setattr("shared.cluster.transfer.record_store.SEALS", 0)
+    monkeypatch.setattr("shared.cluster.transfer.record_memory.SEALS", 0)
     assert _fails(client("shm"), sender.publish()) == "lost"
+
+
+@pytest.mark.parametrize(("backend", "is_same"), [("shm", True), ("tcp", False)])
+def test_memory_is_reused_after_its_receiver(sender, client, backend, is_same):
+    """A socket has the pages of a record until the receiver reads them, so TCP excludes reuse."""
+
+    def published() -> tuple[Ticket, int]:
+        ticket_id, record = publish(sender.store, b"key", HEADER, PARTS, CHECKSUM)
+        fields = sender.server.ticket(ticket_id, record).to_fields()
+        return Ticket.from_fields(fields, "127.0.0.1"), os.fstat(record.memory.file).st_ino
+
+    receiver, (first, inode) = client(backend), published()
+    received = receiver.fetch(first, Deadline(10))
+    assert wait_until(lambda: sender.store.num_records == 0)
+    second, other = published()
+    assert other != inode
+    sender.store.drop(second.ticket_id)
+    assert bytes(received.body) == BODY.tobytes()
+    received.release()
+    del received
+    assert (inode in (published()[1], published()[1])) == is_same
 
 
 def test_transfers_leave_no_descriptors(sender, client):
@@ -273,6 +294,7 @@ def test_transfers_leave_no_descriptors(sender, client):
         sender.store.close()
 
     def count() -> int:
+        sender.store.close()  # memory that waits for a later record has descriptors too
         return len(os.listdir("/proc/self/fd"))
 
     fetch()

@@ -23,6 +23,7 @@ from shared.cluster.transfer.errors import (
 )
 from shared.cluster.transfer.handshake import connect
 from shared.cluster.transfer.memory_agent import MAX_OFFER_BYTES, MemoryAgent
+from shared.cluster.transfer.record_memory import is_sealed
 from shared.cluster.transfer.record_server import (
     BODY,
     LENGTH,
@@ -32,7 +33,6 @@ from shared.cluster.transfer.record_server import (
     UNKNOWN,
     UNSUPPORTED,
 )
-from shared.cluster.transfer.record_store import is_sealed
 from shared.cluster.transfer.ticket import RecordAddress, Ticket, boot_id
 
 AUTO, SHM, TCP, NIXL = BACKENDS = ("auto", "shm", "tcp", "nixl")

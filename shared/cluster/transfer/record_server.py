@@ -166,21 +166,22 @@ class RecordServer:
         if connection.family == socket.AF_UNIX:
             _send_descriptor(connection, record, deadline)
             return "shm"
+        record.memory.is_reusable = False  # the socket has its pages until the client reads them
         send(connection, REPLY.pack(FOUND, record.num_bytes), deadline)
-        send_file(connection, record.file, record.num_bytes, deadline)
+        send_file(connection, record.memory.file, record.num_bytes, deadline)
         return "tcp"
 
 
 def _send_descriptor(connection: socket.socket, record: HeldRecord, deadline: Deadline) -> None:
-    with deadline.on(connection):
-        socket.send_fds(connection, [REPLY.pack(FOUND, record.num_bytes)], [record.file])
+    with deadline.on(connection), record.memory.opened() as file:
+        socket.send_fds(connection, [REPLY.pack(FOUND, record.num_bytes)], [file])
 
 
 def _offer(
     connection: socket.socket, record: HeldRecord, agent: MemoryAgent, deadline: Deadline
 ) -> None:
     # A network adapter registers writable memory only; a shared mapping of a sealed file is not.
-    body = memoryview(mmap(record.file, record.num_bytes, access=ACCESS_COPY))
+    body = memoryview(mmap(record.memory.file, record.num_bytes, access=ACCESS_COPY))
     with agent.offered(body) as offer:
         reply = REPLY.pack(FOUND, record.num_bytes) + LENGTH.pack(len(offer)) + offer
         send(connection, reply, deadline)

@@ -1,76 +1,24 @@
 """Records that a server holds for others, in sealed memory files.
 
-A memory file (`memfd_create`) has no name: the kernel frees it with its last descriptor, also after
-a crash. Its seals forbid every change of content and size, so a receiver can map it
-without the risk of bytes that change or vanish.
+A memory file (`shared.cluster.transfer.record_memory`) is written once for a record, and again for
+a later record when no receiver maps it any more.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Any
 
 from shared.cluster.transfer.errors import EXPIRED, TOO_LARGE, TransferError
+from shared.cluster.transfer.record_memory import RecordMemory
 from shared.cluster.transfer.ticket import ID_BYTES
 
-SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-VIEW_S = 1.0
-"""Maximum seconds for which threads keep views of a complete record."""
-
-
-class RecordMemory:
-    """Memory file of a record that is being written.
-
-    Args:
-      num_bytes: Size.
-      free: Gives its bytes back to the limit.
-
-    Attributes:
-      body: Its bytes, to be written; views of it must be gone before `seal`.
-    """
-
-    def __init__(self, num_bytes: int, free: Callable[[int], None]) -> None:
-        self.num_bytes, self._free = num_bytes, free
-        self._file = os.memfd_create("kv_record", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._file, num_bytes)
-        self._mapping = mmap(self._file, num_bytes) if num_bytes else None
-        self.body = memoryview(self._mapping or b"")
-
-    def seal(self) -> int:
-        """Forbids changes, and returns the descriptor, which the caller owns."""
-        self._unmap()
-        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, SEALS)
-        file, self._file = self._file, -1
-        return file
-
-    def _unmap(self) -> None:
-        """Removes the mapping; a thread that has ended its work on it may still have a view."""
-        until = time.monotonic() + VIEW_S
-        while True:
-            try:
-                self.body.release()
-                if self._mapping is not None:
-                    self._mapping.close()
-                return
-            except BufferError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.001)
-
-    def close(self) -> None:
-        """Frees a record that is not sealed; does nothing after `seal` or `close`."""
-        if self._file >= 0:
-            os.close(self._file)  # the memory lasts as long as views of the body
-            self._file, self._mapping, self.body = -1, None, memoryview(b"")
-            self._free(self.num_bytes)
+MAX_UNUSED = 64
+"""Maximum memory files that wait for a later record."""
 
 
 @dataclass(eq=False)
@@ -80,7 +28,7 @@ class HeldRecord:
     Attributes:
       key: Identity of the cached prefix, shared by the tickets for it.
       header: Fields of its header.
-      file: Descriptor of the memory file.
+      memory: The memory file.
       num_bytes: Bytes of the body.
       checksum: See `Ticket.checksum`.
       tickets: Time at which each open ticket expires, by its id.
@@ -89,7 +37,7 @@ class HeldRecord:
 
     key: bytes
     header: dict[str, Any]
-    file: int
+    memory: RecordMemory
     num_bytes: int
     checksum: int
     tickets: dict[str, float] = field(default_factory=dict)
@@ -100,6 +48,7 @@ class RecordStore:
     """Held records, within a limit of bytes; all methods may be called from any thread.
 
     Each ticket is valid once. A record is freed when no ticket is open and no transfer reads it.
+    Its memory file is kept for a later record while all files are within the limit.
 
     Args:
       max_bytes: Maximum bytes of all records.
@@ -111,6 +60,7 @@ class RecordStore:
         self._lock = threading.Lock()
         self._records: dict[bytes, HeldRecord] = {}
         self._by_ticket: dict[str, HeldRecord] = {}
+        self._unused: list[RecordMemory] = []
         self._num_bytes = 0
 
     @property
@@ -147,7 +97,13 @@ class RecordStore:
                     f"a record of {count} bytes exceeds --disaggregation-buffer-mib: "
                     f"{self._num_bytes} of {self._max_bytes} bytes are in use",
                 )
-            self._num_bytes += count
+            memory = self._take_unused(count)
+            capacity = count if memory is None else memory.capacity
+            self._num_bytes += capacity
+            self._drop_unused(self._max_bytes - self._num_bytes)
+        if memory is not None:
+            memory.begin(count)
+            return memory
         try:
             return RecordMemory(count, self._give_back)
         except BaseException:
@@ -165,10 +121,10 @@ class RecordStore:
           memory: Memory with the body.
           checksum: See `Ticket.checksum`.
         """
-        file = memory.seal()
+        memory.seal()
         with self._lock:
             # Another thread may have published the same prefix meanwhile; the newer record stays.
-            record = HeldRecord(key, header, file, memory.num_bytes, checksum)
+            record = HeldRecord(key, header, memory, memory.num_bytes, checksum)
             self._records[key] = record
             return self._new_ticket(record), record
 
@@ -204,10 +160,11 @@ class RecordStore:
             self._expire()
 
     def close(self) -> None:
-        """Removes all tickets; records in transfer stay until its end."""
+        """Removes all tickets and unused memory; records in transfer stay until its end."""
         with self._lock:
             for ticket in tuple(self._by_ticket):
                 self._remove(ticket)
+            self._drop_unused(0)
 
     def _give_back(self, count: int) -> None:
         with self._lock:
@@ -236,17 +193,42 @@ class RecordStore:
     def _free_unused(self, record: HeldRecord) -> None:
         if record.tickets or record.num_readers:
             return
-        os.close(record.file)
-        self._num_bytes -= record.num_bytes
         if self._records.get(record.key) is record:
             del self._records[record.key]
+        memory = record.memory
+        self._num_bytes -= memory.capacity
+        if memory.is_reusable:
+            self._unused.append(memory)
+            self._drop_unused(self._max_bytes - self._num_bytes)
+        else:
+            _release([memory])
+
+    def _take_unused(self, count: int) -> RecordMemory | None:
+        """Returns the smallest unused memory that is large enough, and not larger than twice that.
+
+        Memory that a receiver still maps stays unused.
+        """
+        for memory in sorted(self._unused, key=lambda each: each.capacity):
+            if count <= memory.capacity <= 2 * count and memory.is_exclusive():
+                self._unused.remove(memory)
+                return memory
+        return None
+
+    def _drop_unused(self, max_bytes: int) -> None:
+        """Frees the oldest unused memory, until the rest is within a number of bytes."""
+        dropped, left = list[RecordMemory](), sum(each.capacity for each in self._unused)
+        while self._unused and (left > max_bytes or len(self._unused) > MAX_UNUSED):
+            dropped.append(self._unused.pop(0))
+            left -= dropped[-1].capacity
+        if dropped:
+            _release(dropped)
 
 
-def is_sealed(file: int, num_bytes: int) -> bool:
-    """Returns True for a memory file of this size that cannot change in content or size."""
-    try:
-        seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
-    except OSError:  # not a memory file
-        return False
-    wanted = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
-    return seals & wanted == wanted and os.fstat(file).st_size == num_bytes
+def _release(memories: Sequence[RecordMemory]) -> None:
+    """Frees memory in a thread: unmapping stops the caller, which may be the engine's thread."""
+
+    def release() -> None:
+        for each in memories:
+            each.release()
+
+    threading.Thread(target=release, daemon=True).start()

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shared.cluster.transfer.errors import TransferError
+from shared.cluster.transfer.record_memory import RecordMemory
 from shared.cluster.transfer.record_server import RecordServer
-from shared.cluster.transfer.record_store import HeldRecord, RecordMemory, RecordStore
+from shared.cluster.transfer.record_store import HeldRecord, RecordStore
 from shared.engine.kv_transfer import KVTransfer
 from shared.engine.request import Event, InvalidRequestError, Request
 from shared.engine.transfer_jobs import ExportJob
