@@ -174,7 +174,7 @@ class KVTransfer:
         for pool, of_pool in zip(self._pools, lease.pages, strict=True):
             pool.share(of_pool)  # else window pages could be evicted
         self._cache.transfers.open(lease)
-        steps = TransferSteps(self._exports)
+        steps = TransferSteps(self._exports, self._context.plans)
         first = min(header.first_page, header.num_pages - max(map(len, windows), default=0))
         tables = [pages, *(at_end(of_pool, len(path)) for of_pool in windows)]
         steps.add(record, tables, first, lease.pinned)
@@ -216,7 +216,7 @@ class KVTransfer:
             cache is disabled ("no_cache"), or pages ("no_pages") or snapshots ("no_snapshots") are
             in use.
         """
-        header, steps = record.header, TransferSteps(self._imports)
+        header, steps = record.header, TransferSteps(self._imports, self._context.plans)
         self._check(header, first_page=0)
         count = header.num_pages if header.is_last or num_pages is None else num_pages
         if count < header.num_pages:

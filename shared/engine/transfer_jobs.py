@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -68,17 +68,16 @@ Tables = Sequence[Int32[np.ndarray, " P"]]
 class TransferSteps:
     """Steps of a job: pages, and then the layers of a snapshot, of each record.
 
-    Plans of completed steps are reused, since those of imports have megabytes of words.
-
     Args:
       programs: Programs of the kind.
+      plans: Plans of completed steps, also of other jobs. They are reused, since those of imports
+        have megabytes of words.
     """
 
-    def __init__(self, programs: TransferPrograms) -> None:
-        self._programs = programs
+    def __init__(self, programs: TransferPrograms, plans: dict[Program, list[StepPlan]]) -> None:
+        self._programs, self._plans = programs, plans
         self._left = deque[tuple[Program, range, Tables, int, TransferRecord]]()
         self._num_flying = 0
-        self._plans = defaultdict[Program, list[StepPlan]](list)
 
     def add(self, record: TransferRecord, tables: Tables, first: int, snapshot: int) -> None:
         """Adds the steps of a record.
@@ -114,7 +113,7 @@ class TransferSteps:
         """Returns the next plan without its words, its pages, empty for layers, and the record."""
         program, pages, tables, snapshot, record = self._left.popleft()
         self._num_flying += 1
-        unused = self._plans[program]
+        unused = self._plans.get(program)
         plan = unused.pop() if unused else empty_plan(program, capacity)
         for row, table in zip(plan.page_tables, tables, strict=True):
             row[0, : len(pages)] = table[pages.start : pages.stop]
@@ -127,7 +126,7 @@ class TransferSteps:
     def end(self, plan: StepPlan) -> None:
         """Records that the result of a step is known."""
         self._num_flying -= 1
-        self._plans[plan.program].append(plan)
+        self._plans.setdefault(plan.program, []).append(plan)
 
 
 class TransferContext:
@@ -138,10 +137,12 @@ class TransferContext:
       cache: Prefix cache.
 
     Attributes:
+      plans: See `TransferSteps`; a program has no more than the maximum of steps in flight.
       num_exported, num_imported: Tokens of the records of completed jobs.
     """
 
     def __init__(self, capacity: BackendLimits, cache: PrefixCache) -> None:
+        self.plans: dict[Program, list[StepPlan]] = {}
         assert capacity.transfer is not None  # otherwise there are no programs
         self.capacity, self.cache, self.spec = capacity, cache, capacity.transfer
         self.num_exported = self.num_imported = 0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.kv_transfer import TransferHeader, TransferRecord, TransferRejected
 from shared.boundary.program import StepKind
 from shared.engine import kv_transfer
@@ -180,3 +181,22 @@ def test_later_part_begins_no_import():
         begun(sink, parts[1])
     assert caught.value.reason == "tokens"
     give_back_all(sink.cache)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_imports_share_plans(overlap):
+    """Plans of imports have megabytes of words, and new memory takes longer than a copy."""
+    records = [whole_record("plain model", tokens(seed, LENGTH)) for seed in (1, 2)]
+    engine, submitted = make("plain model", overlap=overlap), []
+    submit = engine.backend.submit
+
+    def spied(plan: StepPlan) -> StepFuture:
+        submitted.append(plan.buffer)
+        return submit(plan)
+
+    engine.backend.submit = spied
+    for record in records:
+        engine.transfer.begin_import(record, holds=False)
+        finish(engine)
+    num_steps, num_plans = len(submitted), len({id(buffer) for buffer in submitted})
+    assert num_plans <= overlap + 1 < num_steps
