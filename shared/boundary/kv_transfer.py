@@ -39,7 +39,7 @@ CHECKSUM_BYTES = 1 << 24
 """Bytes of the body in each CRC-32 of its checksum."""
 
 HOST_THREADS, COPIED_BYTES = 8, 1 << 20
-"""Threads that copy and check bytes of records, and minimum bytes of a copy for each."""
+"""Threads for copies of records, and for their checksums, and minimum bytes of a copy for each."""
 
 
 class TransferRejected(ValueError):
@@ -327,22 +327,28 @@ def copy_words(into: Int32[np.ndarray, "n words"], source: Int32[np.ndarray, "n 
         return
     ends = [len(source) * number // count for number in range(count + 1)]
     spans = [slice(first, end) for first, end in pairwise(ends)]
-    for _ in _threads().map(lambda span: np.copyto(into[span], source[span]), spans):
+    for _ in _copying().map(lambda span: np.copyto(into[span], source[span]), spans):
         pass
 
 
 def copy_later(into: Int32[np.ndarray, "n words"], source: Int32[np.ndarray, "n words"]) -> Future:
     """Copies entries in a thread; both arrays must stay as they are until the result is known."""
-    return _threads().submit(np.copyto, into, source)
+    return _copying().submit(np.copyto, into, source)
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _copying() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="kv records")
 
 
+@cache
+def _checking() -> ThreadPoolExecutor:
+    """Threads of their own, because the engine's thread waits for copies."""
+    return ThreadPoolExecutor(HOST_THREADS, thread_name_prefix="kv checksums")
+
+
 def _checksum(header: TransferHeader, parts: Sequence[memoryview]) -> int:
-    of_body = np.array(list(_threads().map(_crc, _chunks(parts))), "<u4")
+    of_body = np.array(list(_checking().map(_crc, _chunks(parts))), "<u4")
     return zlib.crc32(of_body.tobytes(), header.checksum())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import zlib
 from dataclasses import replace
 
 import msgpack
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.kv_transfer import (
+    HOST_THREADS,
     VERSION,
     TransferHeader,
     TransferImage,
@@ -110,6 +113,33 @@ def test_copy_in_threads_copies_all_words(count):
     words, into = np.arange(count, dtype=np.int32), np.full(count + 1, -1, np.int32)
     copy_words(into[:count], words)
     np.testing.assert_array_equal(into, np.append(words, -1))
+
+
+def test_copies_do_not_wait_for_checksums(monkeypatch):
+    """The engine waits for copies, but not for checksums."""
+    begun, may_end, crc = threading.Semaphore(0), threading.Event(), zlib.crc32
+
+    def slow(data: bytes, value: int = 0) -> int:
+        begun.release()
+        may_end.wait(20)
+        return crc(data, value)
+
+    monkeypatch.setattr("shared.boundary.kv_transfer.zlib.crc32", slow)
+    monkeypatch.setattr("shared.boundary.kv_transfer.CHECKSUM_BYTES", 64)
+    record = record_of("qwen3")
+    thread = threading.Thread(target=record.checksum)
+    thread.start()
+    assert all(begun.acquire(timeout=10) for _ in range(HOST_THREADS))
+    source, into = np.ones(1 << 20, np.int32), np.zeros(1 << 20, np.int32)
+    copying = threading.Thread(target=copy_words, args=[into, source])
+    copying.start()
+    copying.join(10)
+    is_over = not copying.is_alive()
+    may_end.set()
+    thread.join()
+    copying.join()
+    assert is_over
+    np.testing.assert_array_equal(into, source)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
