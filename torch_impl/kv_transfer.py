@@ -27,6 +27,12 @@ class _PoolPages:
     pool: Shaped[Tensor, "L arrays P page ..."]
     pages: Int[Tensor, " n"]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `read`."""
+        layers, arrays, _, *entry = self.pool.shape
+        return (len(self.pages), layers, arrays, *entry)
+
     def read(self) -> Shaped[Tensor, "n ..."]:
         """Returns the pages, one after another."""
         return self.pool[:, :, self.pages].movedim(2, 0)
@@ -42,6 +48,12 @@ class _SnapshotLayers:
 
     states: Shaped[Tensor, "n snapshots ..."]
     snapshot: Int[Tensor, " 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `read`."""
+        layers, _, *entry = self.states.shape
+        return (layers, *entry)
 
     def read(self) -> Shaped[Tensor, "n ..."]:
         """Returns the layers, one after another."""
@@ -64,7 +76,7 @@ def transfer(context: StepContext, plan: Plan, program: Program) -> Fields:
             fields[name] = torch.cat(words, dim=1)
             continue
         for array, span, held in entries:
-            held.write(_own(ranks, array, plan.kv[name][:, span], held.read()))
+            held.write(_own(ranks, array, plan.kv[name][:, span], held.shape))
     return fields
 
 
@@ -107,16 +119,13 @@ def _words(
 
 
 def _own(
-    ranks: TPGroup,
-    array: TransferArray,
-    words: Int32[Tensor, "n words"],
-    like: Shaped[Tensor, "n ..."],
+    ranks: TPGroup, array: TransferArray, words: Int32[Tensor, "n words"], shape: tuple[int, ...]
 ) -> Shaped[Tensor, "n ..."]:
-    """Returns the entries of words, with the columns of the rank, in the shape of `like`."""
+    """Returns the entries of words, with the columns of the rank, in the given shape."""
     whole = words.contiguous().view(DTYPES[array.dtype]).view(len(words), array.rows, -1)
     parts = whole.split([each.size for each in array.sections], dim=-1)
     own = [
         own_keys(ranks, part, each.copies(ranks.count)) if each.units else part
         for part, each in zip(parts, array.sections, strict=True)
     ]
-    return torch.cat(own, dim=-1).view(like.shape)
+    return torch.cat(own, dim=-1).view(shape)
