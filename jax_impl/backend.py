@@ -29,6 +29,7 @@ from jax_impl.kernel_limits import KERNEL_LIMITS
 from jax_impl.mesh import Leaf, RankMesh, leaves_of
 from jax_impl.model import Model
 from jax_impl.model_weights import AssistantWeights, BlockWeights
+from jax_impl.pinned_results import has_pinned_memory, is_pinned, pinned, read_pinned
 from jax_impl.step import step
 from jax_impl.step_context import StepContext
 from jax_impl.symmetric_memory import AllGather, connect
@@ -39,7 +40,7 @@ from shared.boundary.backend import BackendLimits, BackendSpec, StepPlan, StepRe
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.kernel_coverage import fallback_ops
-from shared.boundary.program import LaunchMode, Program
+from shared.boundary.program import LaunchMode, Program, StepKind
 from shared.boundary.shm_allgather import AllGatherTimeout
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.drafts.config import DraftHead
@@ -126,6 +127,7 @@ class JaxBackend:
         kernels = ops.kernels_on(where)
         if kernels is not None:
             fallback_ops(self._blueprint, KERNEL_LIMITS)
+        self._has_pinned = group.is_single and has_pinned_memory(where)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
         devices = self._together.devices
         self._tree = jax.tree.structure((model, own[0], towers[0]))
@@ -216,8 +218,9 @@ class JaxBackend:
             given = (self._leaves, self._exchange)
             self._state, result = ready(given, self._state, plan.buffer)
         assert isinstance(result, ReadyArray)
-        with jax.transfer_guard_device_to_host("allow"):
-            result.copy_to_host_async()
+        if not is_pinned(result):
+            with jax.transfer_guard_device_to_host("allow"):
+                result.copy_to_host_async()
         self._last = JaxFuture(plan.program, self.capacity, result, self._clock, self._exchange)
         return self._last
 
@@ -270,6 +273,8 @@ class JaxBackend:
             state, result = step(context, state, words, program)
             if exchange is not None:
                 result = jnp.append(result, exchange.error(result))
+            if program.work is StepKind.EXPORT_KV and self._has_pinned:
+                result = pinned(result)
             return state, result
 
         return self._together.run(of_rank, given, state, words)
@@ -407,8 +412,10 @@ class JaxFuture:
         if self._result is None:
             assert self._words is not None, "the words stay until they are read"
             is_late = self._words.is_ready()
-            with jax.transfer_guard_device_to_host("allow"):
-                words = np.asarray(self._words)  # waits
+            assert isinstance(self._words, jax.Array)
+            with jax.transfer_guard_device_to_host("allow"):  # both wait
+                is_in_place = is_pinned(self._words)
+                words = read_pinned(self._words) if is_in_place else np.asarray(self._words)
             if self._exchange is not None:
                 words, (error,) = words[:-1], words[-1:]
                 self._exchange.check(int(error))

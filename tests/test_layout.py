@@ -17,9 +17,12 @@ from tests.support.private_names import defined_in, reached_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
-# Writing Orbax, training, programs that are kept and ranks that are devices of one process are
-# JAX's alone, compiling kernels on their own and capturing are torch's.
-_ALONE = "convert train compilation_cache mesh triton_precompile cuda_graphs symmetric_memory"
+# Writing Orbax, training, programs that are kept, ranks that are devices of one process and results
+# in pinned memory are JAX's alone, compiling kernels on their own and capturing are torch's.
+_ALONE = """
+    compilation_cache convert cuda_graphs mesh pinned_results symmetric_memory train
+    triton_precompile
+    """
 ONE_SIDED = {Path(f"{name}.py") for name in _ALONE.split()}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
