@@ -141,7 +141,8 @@ if wants vlm; then
         --workers "$VLM_WORKERS" --out "$WORK/vlm"
 fi
 # All heads are trained on the same outputs of the target; the first one to run generates them.
-[ "$heads" = 0 ] || memory=$(printf .%02d $((84 / heads)))
+devices=$(echo "${DEVICES:-0}" | wc -w)
+[ "$heads" = 0 ] || memory=$(printf .%02d $((84 / ((heads + devices - 1) / devices))))
 fresh_block='--block 8 --layers 3'
 dflash=${START:+--start $START/dflash}
 # shellcheck disable=SC2046,SC2086
