@@ -1,5 +1,6 @@
 """LoRA adapters of a model on a device: load steps, and layers with the adapters of a pass."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax_impl.model_weights import Layer
 from jax_impl.ops.attention.latent_attention import LatentWeights
 from jax_impl.ops.collectives.all_gather import number
 from jax_impl.ops.gemm.linear import Matrix
-from jax_impl.ops.gemm.lora import AdapterWeights, RowAdapters
+from jax_impl.ops.gemm.lora import AdapterWeights, PassAdapters, RowAdapters
 from jax_impl.ops.moe.experts import ParallelMLP
 from shared.boundary.adapter_pool import OUTPUT_AXES, AdapterPoolSpec
 from shared.boundary.program import Program
@@ -72,14 +73,14 @@ def load(
 
 
 def with_adapters(
-    layer: Layer, at: LayerPlace, adapters: Adapters, slots: Int[jax.Array, " R"] | None
+    layer: Layer, at: LayerPlace, adapters: Adapters, slots: PassAdapters | None
 ) -> Layer:
     """Returns a layer with the adapters of a pass.
 
     Args:
       layer, at: The layer, and its place in the stacks.
       adapters: Adapters of the model.
-      slots: Adapter slot of each row, 0 for none; None for a pass without adapters.
+      slots: Adapters of the rows; None for a pass without adapters.
     """
     if slots is None:
         return layer
@@ -111,7 +112,7 @@ def with_row_adapters(
     name: str,
     index: int,
     adapters: Adapters,
-    slots: Int[jax.Array, " R"] | None,
+    slots: PassAdapters | None,
 ) -> Matrix:
     """Returns a matrix with its adapters of a pass, if it has some.
 
@@ -122,4 +123,7 @@ def with_row_adapters(
     """
     if slots is None or name not in adapters:
         return matrix
-    return matrix._replace(lora=RowAdapters(adapters[name], slots, index))
+    before = itertools.takewhile(lambda other: other != name, adapters)
+    counter = sum(adapters[other].a.shape[1] for other in before) + index
+    lora = RowAdapters(adapters[name], slots.slots, index, slots.arrivals, counter)
+    return matrix._replace(lora=lora)

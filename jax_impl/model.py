@@ -29,6 +29,7 @@ from jax_impl.ops.attention.attention_layer import PagedKV
 from jax_impl.ops.gemm import layers, linear, per_layer
 from jax_impl.ops.gemm.layers import ImageEmbeds
 from jax_impl.ops.gemm.linear import NormedStream
+from jax_impl.ops.gemm.lora import PassAdapters
 from jax_impl.ops.moe.experts import counted
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
@@ -213,7 +214,7 @@ def run_layers(
     stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
         stream = counted(stream)
-    streams = []
+    streams, adapted = [], PassAdapters.of(slots, model.adapters, embedded)
     for i, (block, norm) in enumerate(zip(model.blocks, norms[1:], strict=True)):
         pool = block.mixer.kind, block.pool
         if i in kept_streams:
@@ -221,7 +222,7 @@ def run_layers(
         part = None if parts is None else parts[:, i]
         beside_carry = None if block.layer.parallel is None else carries[states]
         carry = (carries.get(pool), beside_carry, block.place, block.parallel_place)
-        layer = with_adapters(block.layer, config.places[i], model.adapters, slots)
+        layer = with_adapters(block.layer, config.places[i], model.adapters, adapted)
         given = (layer, stream, *carry, part, norm)
         stream, carries[pool], beside_carry = run_block(block.mixer, block.feed, *given)
         if block.layer.parallel is not None:

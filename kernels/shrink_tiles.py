@@ -11,6 +11,8 @@ _RANKS_AT_ONCE = 64
 _SPLIT_ROWS = 128
 """Rows of a call that divides the inputs of a row among programs."""
 _DEPTH = 128
+_MULTIPROCESSORS, _FEWEST, _MOST_UNITS = 132, 4, 256
+"""Multiprocessors, fewest programs and most units of a shrink within a GEMM."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,19 @@ class ShrinkTiles:
 def _block(ranks: int) -> int:
     """Returns the rows of A of a program for many rows."""
     return 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16
+
+
+def is_within_gemm(R: int, units: int) -> bool:
+    """Returns whether a GEMM of `R` rows computes the shrink, of at most `units` units."""
+    return R <= FEW_ROWS and units <= _MOST_UNITS
+
+
+def programs_ahead(units: int, blocks: int) -> int:
+    """Returns the programs of a shrink within a GEMM of some blocks.
+
+    Those of the last, partial wave of blocks leave multiprocessors idle.
+    """
+    return min(units, max(_FEWEST, -blocks % _MULTIPROCESSORS))
 
 
 def adapters_at_once(slots: int, rank: int) -> int:

@@ -44,6 +44,7 @@ ONE_SIDED_NAMES = {
     "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/lora.py::RowAdapters": "as above",
     "ops/gemm/lora.py::RowAdapters.alone": "as above",
+    "ops/gemm/lora.py::PassAdapters.of": "XLA shares equal zeros",
     "ops/gemm/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",

@@ -22,6 +22,7 @@ from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.gemm.layers import ImageEmbeds, embed_tokens, rms_norm
 from jax_impl.ops.gemm.linear import NormedStream, product, rmsnorm_linear
+from jax_impl.ops.gemm.lora import PassAdapters
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
@@ -91,8 +92,9 @@ def mtp(model: Model) -> Head:
         kv: KV,
     ) -> tuple[Hidden, KV]:
         slots = None if adapters is None else adapters[rows.request]
-        layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
-        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, slots)
+        adapted = PassAdapters.of(slots, model.adapters, hidden)
+        layer = with_adapters(weights.layer, config.draft_place, model.adapters, adapted)
+        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, adapted)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )

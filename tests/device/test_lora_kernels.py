@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.shrink_tiles import ShrinkTiles, adapters_at_once
+from kernels.shrink_tiles import ShrinkTiles, adapters_at_once, is_within_gemm, programs_ahead
 from kernels.tiles import Tiles
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding
@@ -98,6 +98,17 @@ def test_rows_without_adapters_keep_plain_bits(num: int, language: str) -> None:
     got = multiplied(language, "added", x, weight, lora, tiles())
     want = multiplied(language, "added", x, weight, None, tiles())
     assert got.tobytes() == want.tobytes()
+
+
+@each_language
+def test_shrink_within_gemm_keeps_bits(language: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    share_arithmetic(monkeypatch)
+    x, weight, lora = given("normed", 20, 3, 32)
+    within, apart = (
+        multiplied(language, "normed", x, weight, lora, tiles(rows=32), may_join=may_join)
+        for may_join in (True, False)
+    )
+    assert within.tobytes() == apart.tobytes()
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
@@ -188,6 +199,16 @@ def test_few_rows_split_inputs_among_programs(rows: int, splits: int) -> None:
     assert (cut.splits, cut.splits * cut.chunks) == (splits, 24)
     assert 48 % cut.ranks == 0
     assert SHRINK.chunk % (2 * cut.depth) == 0
+
+
+def test_few_rows_shrink_within_gemm() -> None:
+    assert [is_within_gemm(rows, 192) for rows in (1, 32, 33)] == [True, True, False]
+    assert not is_within_gemm(1, 257)
+
+
+@pytest.mark.parametrize(("blocks", "programs"), [(64, 24), (120, 12), (132, 4), (384, 12)])
+def test_shrink_takes_idle_multiprocessors(blocks: int, programs: int) -> None:
+    assert programs_ahead(24, blocks) == programs
 
 
 def test_few_rows_load_adapters_of_64_ranks_together() -> None:

@@ -62,8 +62,13 @@ def multiplied(
     lora: RowAdapters | None,
     cut: LinearTiles,
     dtype: str = "float32",
+    *,
+    may_join: bool = True,
 ) -> np.ndarray:
-    """Runs the kernels, with the second layer of stacks, as float32."""
+    """Runs the kernels, with the second layer of stacks, as float32.
+
+    With `may_join` the GEMM computes the shrink of few rows.
+    """
     packed = weight if isinstance(weight, Weights) else Weights(PLAIN, weight[None])
     values = packed.values[-1]
     given = Product(
@@ -73,6 +78,7 @@ def multiplied(
         squares=chunks_of_squares(x) if kind in ("normed", "gated") else None,
         added=residual(x, values) if kind == "added" else None,
         lora=lora,
+        may_join=may_join,
     )
     how: dict[str, Any] = {"eps": EPS, "is_gated": kind == "gated", "order": SQUARES, "tiles": cut}
     run = _in_triton if language == "triton" else _in_pallas
@@ -88,6 +94,7 @@ class Product(NamedTuple):
     squares: np.ndarray | None
     added: np.ndarray | None
     lora: Any
+    may_join: bool = True
 
 
 def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
@@ -99,7 +106,7 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         array = torch.from_numpy(x)
         return array.to(device, to if array.is_floating_point() else array.dtype)
 
-    x = of(given.x, kind)
+    x, arrivals = of(given.x, kind), of(np.zeros(4, np.int32))
     if given.lora is not None:
         own, slots = given.lora.weights, given.lora.slots.astype(np.int32)
         how["lora"] = modules["lora"].shrink(
@@ -111,6 +118,7 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
             of(slots),
             parts=own.parts,
             order=SHRINK,
+            arrivals=arrivals if given.may_join else None,
         )
     out, *_ = modules["linear"].product(
         x,
@@ -121,6 +129,7 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         out_type=kind,
         **how,
     )
+    assert not arrivals.any()  # the next pass counts from zero
     return out.float().cpu().numpy()
 
 
@@ -152,6 +161,8 @@ def _in_pallas(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
                 layer,
                 parts=lora.weights.parts,
                 order=SHRINK,
+                arrivals=lora.arrivals,
+                counter=jnp.int32(1),
                 interpret=INTERPRET,
             )
         out, *_ = modules["linear"].product(
@@ -177,6 +188,8 @@ def _in_pallas(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         scales, factors = stacked(own.scales, 1), stacked(own.factors, 1)
         weights = JaxAdapters(a, b, scales, factors, own.parts)
         lora = JaxRowAdapters(weights, of(given.lora.slots.astype(np.int32)))
+        arrivals = jnp.zeros(3, jnp.int32) if given.may_join else None
+        lora = lora._replace(arrivals=arrivals)
     arrays = Product(
         x=of(given.x, dtype),
         weight=stacked(given.weight, 0, dtype),
@@ -185,4 +198,7 @@ def _in_pallas(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         added=of(given.added, dtype),
         lora=lora,
     )
-    return np.asarray(jax.jit(call, compiler_options=AS_WRITTEN)(arrays))
+    out = np.asarray(jax.jit(call, compiler_options=AS_WRITTEN)(arrays))
+    if lora is not None and lora.arrivals is not None:
+        assert not lora.arrivals.any()  # a compiled kernel counts in place
+    return out

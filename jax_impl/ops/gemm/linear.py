@@ -441,7 +441,7 @@ def kernel_products(
         norm_layer=scale_layer,
         order=SQUARES,
         tiles=tiles,
-        lora=weight.lora and kernel_shrink(kernels, x, weight.lora),
+        lora=weight.lora and kernel_shrink(kernels, x, weight.lora, may_join=True),
         **how,
     )
 

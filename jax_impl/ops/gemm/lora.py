@@ -1,5 +1,6 @@
 """LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +39,42 @@ jax.tree_util.register_pytree_node(
 )
 
 
+class PassAdapters(NamedTuple):
+    """Adapters of the rows of a pass.
+
+    Attributes:
+      slots: Adapter slot of each row; 0 for none.
+      arrivals: Counters of the adapted GEMMs of few rows, zero before and after each GEMM.
+    """
+
+    slots: Int[jax.Array, " R"]
+    arrivals: Int[jax.Array, " counters"]
+
+    @classmethod
+    def of(
+        cls,
+        slots: Int[jax.Array, " R"] | None,
+        adapters: Mapping[str, AdapterWeights],
+        rows: Float[jax.Array, "R hidden"],
+    ) -> "PassAdapters | None":
+        """Returns the adapters of a pass; None without `slots`.
+
+        XLA does not know that kernels count in the zeros, and would make them a constant that
+        programs share. So they are computed from the rows of the pass, by a shift that removes all
+        bits.
+        """
+        if slots is None:
+            return None
+        bits = lax.bitcast_convert_type(rows[0, 0].astype(jnp.bfloat16), jnp.uint16)
+        counters = sum(x.a.shape[1] for x in adapters.values())
+        return cls(slots, jnp.full((counters,), bits.astype(jnp.int32) >> 16))
+
+
 class RowAdapters(NamedTuple):
     """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row.
 
     Attributes:
+      arrivals, counter: See `PassAdapters`, and the counter of this GEMM; None if it counts none.
       layer: Index of the weight if `weights` are stacks. A kernel reads the stack in place; a slice
         would be copied.
     """
@@ -49,6 +82,8 @@ class RowAdapters(NamedTuple):
     weights: AdapterWeights
     slots: Int[jax.Array, " R"]
     layer: Place | None = None
+    arrivals: Int[jax.Array, " counters"] | None = None
+    counter: Place | None = None
 
     @property
     def alone(self) -> AdapterWeights:
@@ -104,8 +139,20 @@ def adapted(
     return out
 
 
-def kernel_shrink(kernels: Kernels, x: Float[jax.Array, "R inputs"], operand: RowAdapters) -> Any:
-    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`."""
+def kernel_shrink(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    operand: RowAdapters,
+    *,
+    may_join: bool = False,
+) -> Any:
+    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`.
+
+    With `may_join` the GEMM itself computes the shrink of few rows.
+    """
+    how = {}
+    if may_join and operand.arrivals is not None:
+        how = {"arrivals": operand.arrivals, "counter": jnp.asarray(operand.counter, jnp.int32)}
     own, layer = operand.weights, operand.layer
     if layer is None:
         own, layer = jax.tree.map(lambda array: array[:, None], own), 0
@@ -119,4 +166,5 @@ def kernel_shrink(kernels: Kernels, x: Float[jax.Array, "R inputs"], operand: Ro
         jnp.asarray(layer, jnp.int32),
         parts=own.parts,
         order=SHRINK,
+        **how,
     )

@@ -380,6 +380,6 @@ def _adapters(kernels: Kernels, matrix: Matrix) -> Any:
     """Returns the adapters of a matrix of experts as its kernels read them: stacks."""
     if matrix.lora is None:
         return None
-    own, slots, layer = matrix.lora
+    own, slots, layer, *_ = matrix.lora
     a, b, scales, factors = own[:-1] if layer is not None else (x[:, None] for x in own[:-1])
     return kernels.experts.ExpertAdapters(a, b, scales, factors, slots, own.parts)

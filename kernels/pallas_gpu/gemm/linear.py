@@ -35,6 +35,7 @@ from kernels.pallas_gpu.gemm.linear_launch import (
 from kernels.pallas_gpu.gemm.linear_mainloop import sums_of
 from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
 from kernels.pallas_gpu.gemm.lora import RowAdapters
+from kernels.pallas_gpu.gemm.lora_shrink import shrink_ahead
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
 from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     BlockPartials,
@@ -134,8 +135,10 @@ def product(
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
-    parts = () if lora is None else lora.parts
-    settings = GemmSettings(first, out_type, eps, is_gated, activation, factor, order, parts)
+    parts, within = ((), None) if lora is None else (lora.parts, lora.shrink)
+    settings = GemmSettings(
+        first, out_type, eps, is_gated, activation, factor, order, parts, within
+    )
     inputs = GemmInputs(
         scales=scales,
         row_scales=row_scales,
@@ -154,13 +157,15 @@ def product(
     if may_copy and _is_copied(x, weights, N, inputs, settings, tiles):
         how = {"squares": squares, "bias": bias, "added": added, "asks": asks, "tiles": tiles}
         how |= {"norm": norm, "norm_layer": norm_layer, "num_rows": R, **settings._asdict()}
-        del how["parts"]
+        del how["parts"], how["shrink"]
         found = linear_sm90(x, weights, layer, scales, row_scales, **how)
         return found if gather is None else gathered(*found[:3], gather)
     if row_scales is not None and not (interpret or is_on_hopper()):
         raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
     kind = {"is_gated": is_gated, "is_adapted": lora is not None}
     tiling = GemmTiling.of(R, N, x.shape[1], tiles, format, **kind)
+    if within is not None:
+        settings = settings._replace(shrink=within.before(tiling.blocks))
     return _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret)
 
 
@@ -194,7 +199,7 @@ def _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpr
             boxes=None if fused is None else fused.boxes,
             is_compiled=not interpret,
         ),
-        grid=(tiling.blocks,),
+        grid=(settings.programs_ahead + tiling.blocks,),
         out_shape=tuple(shapes),
         compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=tiling.tiles.stages),
         interpret=interpret,
@@ -235,11 +240,11 @@ class _Tile(NamedTuple):
     is_inside: Any
 
     @classmethod
-    def of(cls, tiling: GemmTiling, layer_ref: Any) -> "_Tile":
+    def of(cls, number: Any, tiling: GemmTiling, layer_ref: Any) -> "_Tile":
         """Returns the tile of a program; rows vary first to share the weight."""
         tiles, blocks = tiling.tiles, tiling.row_blocks
-        block = lax.div(pl.program_id(0), blocks)
-        row = lax.rem(pl.program_id(0), blocks) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
+        block = lax.div(number, blocks)
+        row = lax.rem(number, blocks) * tiling.rows + lax.iota(jnp.int32, tiling.rows)
         column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
         layer = layer_ref[0]
         is_row, is_column = row < tiling.R, column < tiling.N
@@ -298,15 +303,49 @@ def _product_kernel(
     scaled_ref,
     sums_ref,
     left_refs,
+    shrunk_ref,
     *,
     tiling,
     settings,
     boxes,
     is_compiled,
 ):
-    """One program per block of outputs and block of rows."""
-    refs, order = GemmResults(out_ref, scaled_ref, sums_ref, left_refs), settings.order
-    tile = _Tile.of(tiling, layer_ref)
+    """One program per block of outputs and block of rows, after those of a shrink."""
+    refs = GemmResults(out_ref, scaled_ref, sums_ref, left_refs, shrunk_ref)
+    how = {"tiling": tiling, "settings": settings, "boxes": boxes, "is_compiled": is_compiled}
+    program, shrink = pl.program_id(0), settings.shrink
+    number = program - settings.programs_ahead
+    if shrink is None:
+        _multiply_block(number, x_ref, weights_ref, layer_ref, inputs, refs, **how)
+        return
+    adapters = inputs.adapters._replace(sums=shrunk_ref)
+
+    @pl.when(number < 0)
+    def _shrink():
+        shrink_ahead(program, x_ref, adapters, shrink, not is_compiled)
+
+    @pl.when(number >= 0)
+    def _multiply():
+        own = inputs._replace(adapters=adapters)
+        _multiply_block(number, x_ref, weights_ref, layer_ref, own, refs, **how)
+
+
+def _multiply_block(
+    number,
+    x_ref,
+    weights_ref,
+    layer_ref,
+    inputs,
+    refs,
+    *,
+    tiling,
+    settings,
+    boxes,
+    is_compiled,
+):
+    """Computes one block of outputs and rows."""
+    order, out_ref, left_refs = settings.order, refs.out, refs.left
+    tile = _Tile.of(number, tiling, layer_ref)
     peers = None if boxes is None else PeerView.read(inputs.place, boxes, tiling.blocks)
     early = _preload(inputs, tile)
     operands = {"x": x_ref, "weights": weights_ref, "stack": (tile.layer,)}
@@ -321,10 +360,10 @@ def _product_kernel(
         weights=2 if settings.is_gated else 1,
         tiles=tiling.tiles,
     )
-    own = {"adapters": inputs.adapters, "parts": settings.parts}
+    own = {"adapters": inputs.adapters, "parts": settings.parts, "shrink": settings.shrink}
     sums = sums_of(operands, tiling.format, block, is_compiled, **own)
     out = _finished(sums, early, inputs, tile, x_ref.shape[1], tiling.N, settings)
-    out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
+    out = out.astype((refs.scaled if out_ref is None else out_ref).dtype)
     read = out
     if inputs.norms is not None:
         norm = _norm_in(inputs, tile) if early.norm is None else early.norm

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS
+from kernels.pallas_gpu.gemm.lora_shrink import ShrinkSettings
 from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, partial_shapes
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
@@ -94,7 +95,11 @@ class GemmInputs(NamedTuple):
 
 
 class GemmSettings(NamedTuple):
-    """Compile-time constants of a call; see `product`. `parts` are those of adapters."""
+    """Compile-time constants of a call; see `product`.
+
+    Attributes:
+      parts, shrink: See `lora.RowAdapters`.
+    """
 
     first: int
     out_type: np.dtype | type
@@ -104,6 +109,12 @@ class GemmSettings(NamedTuple):
     factor: float
     order: SquaresOrder
     parts: tuple[int, ...]
+    shrink: ShrinkSettings | None
+
+    @property
+    def programs_ahead(self) -> int:
+        """Returns the programs before those of the result."""
+        return 0 if self.shrink is None else self.shrink.programs
 
 
 class GemmResults(NamedTuple):
@@ -113,12 +124,14 @@ class GemmResults(NamedTuple):
       out, scaled, sums: The result, the result times the next norm's scale, and its squares; with a
         fused all-gather `scaled` and `sums` are of all ranks, and `scaled` is the next input.
       left: Block partials of an LM head.
+      shrunk: Sums of a shrink within the GEMM, see `lora.AdapterOperands`.
     """
 
     out: Any
     scaled: Any
     sums: Any
     left: Any
+    shrunk: Any
 
     @classmethod
     def of(
@@ -143,6 +156,7 @@ class GemmResults(NamedTuple):
             scaled=scaled,
             sums=sums,
             left=None if left is None else tuple(left.values()),
+            shrunk=None if settings.shrink is None else settings.shrink.sums(R),
         )
 
     def outputs(

@@ -1,5 +1,7 @@
 """Main loop of the GEMM kernels: one chain along the inputs (Pallas, Triton backend)."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,10 +10,11 @@ from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
 from kernels.pallas_gpu.gemm.lora import AdapterTile, expand
+from kernels.pallas_gpu.gemm.lora_shrink import wait_for_sums
 from shared.models.formats.weight_format import PLAIN
 
 
-def sums_of(operands, format, block, is_compiled, adapters, parts):
+def sums_of(operands, format, block, is_compiled, adapters, parts, shrink):
     """Computes the accumulators of a block, `[rows, columns]` for each weight.
 
     Args:
@@ -20,6 +23,7 @@ def sums_of(operands, format, block, is_compiled, adapters, parts):
       block: Block of the result.
       is_compiled: Whether the kernel is compiled, not interpreted.
       adapters, parts: LoRA adapters of the rows, see `lora.expand`; None without.
+      shrink: Shrink of the first programs, see `lora.shrink_ahead`; None without.
     """
     tiles, rows = block.tiles, block.row.shape[0]
     tile = OperandTiles(
@@ -30,7 +34,7 @@ def sums_of(operands, format, block, is_compiled, adapters, parts):
         loads_weight_first=format != PLAIN,
         **LOADERS[format].of_block(block),
     )
-    slots = None if adapters is None else _slots_in(block, adapters)
+    early = None if adapters is None else _ExpandInputs.of(block, adapters)
     shape = (tile.columns, rows) if tiles.swapped else (rows, tile.columns)
     loader = LOADERS[format](tile, tiles.depth, is_compiled)
     steps = pl.cdiv(tile.x.shape[1], loader.depth)
@@ -39,20 +43,39 @@ def sums_of(operands, format, block, is_compiled, adapters, parts):
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:
         sums = [x.T for x in sums]
+    if shrink is not None:
+        wait_for_sums(adapters, early.counter, shrink)
     if adapters is not None:
-        sums = list(_adapted(sums, slots, block, adapters, parts))
+        sums = list(_adapted(sums, early, block, adapters, parts))
     if len(sums) < block.weights:
         sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
     return sums
 
 
-def _slots_in(block, adapters):
-    """Returns the adapter slot of each row, 0 out of bounds."""
-    return pltriton.load(adapters.slots.at[block.row], mask=block.row < block.num_rows, other=0)
+class _ExpandInputs(NamedTuple):
+    """Inputs of the expand that are loaded before the main loop, to hide their latency.
+
+    Attributes:
+      slots: Adapter slot of each row, 0 out of bounds.
+      layer: Index into the stacks of adapters.
+      counter: Counter of a shrink within the GEMM; None without.
+    """
+
+    slots: Any
+    layer: Any
+    counter: Any
+
+    @classmethod
+    def of(cls, block: Any, adapters: Any) -> "_ExpandInputs":
+        """Loads the inputs of a block."""
+        is_row = block.row < block.num_rows
+        slots = pltriton.load(adapters.slots.at[block.row], mask=is_row, other=0)
+        counter = None if adapters.counter is None else adapters.counter[0]
+        return cls(slots, adapters.layer[0], counter)
 
 
-def _adapted(sums, slots, block, adapters, parts):
-    """Continues the accumulators over the inputs of the adapters of the rows, in `slots`."""
+def _adapted(sums, early, block, adapters, parts):
+    """Continues the accumulators over the inputs of the adapters of the rows."""
     columns, N = block.tiles.columns, block.outputs
     span = block.weights // len(sums)
     for number, acc in enumerate(sums):
@@ -64,8 +87,8 @@ def _adapted(sums, slots, block, adapters, parts):
             first=number * N,
             last=(number + span) * N,
             row=block.row,
-            slots=slots,
-            layer=adapters.layer[0],
+            slots=early.slots,
+            layer=early.layer,
         )
         yield expand(acc, tile, adapters, parts)
 

@@ -1,8 +1,10 @@
 """LoRA adapters of a GEMM: shrink as a kernel, expand within the GEMM (Pallas, Triton backend).
 
 The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
-ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
-adapters, see `expand`. The grouped GEMMs of experts do too, with the shrink of `expert_lora`.
+ends if none of its rows has it. For few rows the first programs of the GEMM compute it instead, and
+the others wait for them after their main loops, see `shrink_ahead`. The GEMM kernels continue their
+accumulators over the inputs of the adapters, see `expand`. The grouped GEMMs of experts do too,
+with the shrink of `expert_lora`.
 Implements `shared.spec.lora`.
 """
 
@@ -17,42 +19,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int
 
-from kernels.shrink_tiles import FEW_ROWS, ShrinkTiles, adapters_at_once
+from kernels.pallas_gpu.gemm.lora_shrink import (
+    EXACT,
+    ShrinkSettings,
+    any_of,
+    shrink_kernel,
+    slots_in_use,
+)
+from kernels.shrink_tiles import (
+    FEW_ROWS,
+    ShrinkTiles,
+    adapters_at_once,
+    is_within_gemm,
+)
 from shared.spec.reduction_order import ShrinkOrder
 
 _SLICE = 16
 """Inputs of an adapter that are added at once: the depth of a tensor core instruction."""
-_EXACT = {"precision": lax.Precision.HIGHEST}
 
 
 class AdapterOperands(NamedTuple):
     """Arrays of the expand, or references to them.
 
     Attributes:
-      sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one.
+      sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one; None
+        for a shrink within the GEMM, before its launch.
       slots: Adapter slot of each row, 0 for none.
       layer: Index into the stacks.
       b, scales, factors: Stacked adapters by slot, see `shared.spec.lora.AdapterWeights`.
+      a, arrivals, counter: For a shrink within the GEMM, stacked rows of A, counters of programs,
+        and the one of this GEMM.
     """
 
-    sums: Float32[jax.Array, "R splits ranks"]
+    sums: Float32[jax.Array, "R splits ranks"] | None
     slots: Int[jax.Array, " R"]
     layer: Int[jax.Array, " 1"]
     b: Float[jax.Array, "slots L outputs rank"]
     scales: Float32[jax.Array, "slots L ranks"]
     factors: Float32[jax.Array, "slots L outputs"]
+    a: Float[jax.Array, "slots L ranks inputs"] | None = None
+    arrivals: Int[jax.Array, " counters"] | None = None
+    counter: Int[jax.Array, " 1"] | None = None
 
 
 class RowAdapters(NamedTuple):
-    """Adapters of the rows of a GEMM after the shrink.
+    """Adapters of the rows of a GEMM.
 
     Attributes:
       operands: Arrays of the expand.
       parts: Outputs of each part.
+      shrink: Shrink within the GEMM; None after the shrink.
     """
 
     operands: AdapterOperands
     parts: tuple[int, ...]
+    shrink: ShrinkSettings | None = None
 
 
 def shrink(
@@ -66,9 +87,11 @@ def shrink(
     *,
     parts: Sequence[int],
     order: ShrinkOrder,
+    arrivals: Int[jax.Array, " counters"] | None = None,
+    counter: Int[jax.Array, ""] | None = None,
     interpret: bool = False,
 ) -> RowAdapters:
-    """Computes `A x` of each row for its own adapter.
+    """Computes `A x` of each row for its own adapter, or leaves that to the GEMM.
 
     Args:
       x: The rows, as the GEMM reads them.
@@ -77,6 +100,8 @@ def shrink(
       layer: Index into the stacks.
       parts: Outputs of each part of the weight.
       order: Reduction order.
+      arrivals, counter: Counters for a shrink within the GEMM of few rows, and the one of this
+        GEMM, zero before and after it.
       interpret: Run on a CPU.
 
     Returns:
@@ -85,8 +110,15 @@ def shrink(
     (R, K), (num_slots, _, ranks, _) = x.shape, a.shape
     tiles, layer = ShrinkTiles.of(R, ranks, K, order), layer.reshape(1)
     blocks = pl.cdiv(ranks, tiles.ranks)
+    units = blocks * tiles.splits * min(R, num_slots)
+    if arrivals is not None and is_within_gemm(R, units):
+        operands = AdapterOperands(
+            None, slots, layer, b, scales, factors, a, arrivals, counter.reshape(1)
+        )
+        within = ShrinkSettings(tiles, blocks, order.chunk, ranks, units)
+        return RowAdapters(operands, tuple(parts), within)
     sums = pl.pallas_call(
-        functools.partial(_shrink_kernel, tiles=tiles, blocks=blocks, chunk=order.chunk),
+        functools.partial(shrink_kernel, tiles=tiles, blocks=blocks, chunk=order.chunk),
         grid=(blocks * tiles.splits, pl.cdiv(R, tiles.rows), num_slots),
         out_shape=jax.ShapeDtypeStruct((R, tiles.splits, ranks), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -94,48 +126,6 @@ def shrink(
         name="shrink",
     )(x, a, slots, layer)
     return RowAdapters(AdapterOperands(sums, slots, layer, b, scales, factors), tuple(parts))
-
-
-def _shrink_kernel(x_ref, a_ref, slots_ref, layer_ref, sums_ref, *, tiles, blocks, chunk):
-    """One program per slot, block of rows, block of rows of A, and split of the inputs."""
-    (R, K), depth = x_ref.shape, tiles.depth
-    row = pl.program_id(1) * tiles.rows + lax.iota(jnp.int32, tiles.rows)
-    slot, split = pl.program_id(2), lax.div(pl.program_id(0), blocks)
-    rank = lax.rem(pl.program_id(0), blocks) * tiles.ranks + lax.iota(jnp.int32, tiles.ranks)
-    is_own = pltriton.load(slots_ref.at[row], mask=row < R, other=0) == slot + 1
-    layer, lane = layer_ref[0], lax.iota(jnp.int32, depth)
-
-    def add_chunk(number, total):
-        first = (split * tiles.chunks + number) * chunk
-
-        def add(step, acc):
-            at = first + step * depth + lane
-            is_input = at < K
-            of_rows = jnp.broadcast_to(is_own[:, None] & is_input[None, :], (len(row), depth))
-            x = pltriton.load(x_ref.at[row[:, None], at[None, :]], mask=of_rows, other=0.0)
-            a_at = a_ref.at[slot, layer, rank[:, None], at[None, :]]
-            if K % chunk:
-                of_ranks = jnp.broadcast_to(is_input[None, :], (len(rank), depth))
-                a = pltriton.load(a_at, mask=of_ranks, other=0.0)
-            else:
-                a = pltriton.load(a_at)
-            return acc + pltriton.dot(x, a.T, **_EXACT)
-
-        zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
-        return total + lax.fori_loop(0, chunk // depth, add, zeros)
-
-    @pl.when(any_of(is_own))
-    def _add():
-        zeros = jnp.zeros((len(row), len(rank)), jnp.float32)
-        total = lax.fori_loop(0, tiles.chunks, add_chunk, zeros)
-        # Rows that are not stored get an index outside the array, which the interpreter requires.
-        at = sums_ref.at[jnp.where(is_own, row, R)[:, None], split, rank[None, :]]
-        pltriton.store(at, total, mask=jnp.broadcast_to(is_own[:, None], total.shape))
-
-
-def any_of(flags):
-    """Returns True if any of some flags is set."""
-    return jnp.max(flags.astype(jnp.int32)) > 0
 
 
 class AdapterTile(NamedTuple):
@@ -189,7 +179,7 @@ def _add_inputs(acc, tile, adapters, is_output, part):
     slots, lanes = tile.slots, [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
     at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
     inputs = [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
-    begin, end = jnp.min(jnp.where(slots > 0, slots, num_slots + 1)) - 1, jnp.max(slots)
+    begin, end = slots_in_use(slots, num_slots)
     columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
     zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
 
@@ -218,7 +208,7 @@ def _multiply(acc, is_own, is_output, inputs, weights, factor):
     """Continues the accumulator of the rows of one adapter."""
     sums = acc
     for a, b in zip(inputs, weights, strict=True):
-        sums = sums + pltriton.dot(a, b.T, **_EXACT)
+        sums = sums + pltriton.dot(a, b.T, **EXACT)
     return jnp.where(is_own[:, None] & is_output[None, :], sums * factor[None, :], acc)
 
 

@@ -15,12 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int
 
-from kernels.pallas_gpu.gemm.lora import (
-    AdapterOperands,
-    AdapterTile,
-    any_of,
-    expand,
-)
+from kernels.pallas_gpu.gemm.lora import AdapterOperands, AdapterTile, expand
+from kernels.pallas_gpu.gemm.lora_shrink import any_of
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, tile_of
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, max_tiles
 from kernels.routing import RoutingSettings

@@ -35,6 +35,7 @@ from kernels.triton_gpu.gemm.linear_launch import (
 )
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
 from kernels.triton_gpu.gemm.lora import AdapterTile, RowAdapters, expand
+from kernels.triton_gpu.gemm.lora_shrink import shrink_ahead, wait_for_sums
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -145,6 +146,8 @@ def _launch(
 ) -> None:
     """Launches the kernel of a GEMM, `linear_sm90` if `is_wide`; see `_product_kernel`."""
     programs, blocks = min(tiling.blocks, programs), (tiling.row_blocks, tiling.blocks)
+    if (adapters := how["sizes"].adapters) is not None:
+        programs += adapters.ahead
     if is_wide:
         warps = tiling.tiles.warps
         linear_sm90.launch(x_at, weight_at, args, *blocks, programs=programs, warps=warps, **how)
@@ -199,8 +202,11 @@ def _product_kernel(
 ):
     """One program per block of outputs and rows, or a persistent program per multiprocessor.
 
-    A persistent program copies the next block while it finishes and stores the current one.
+    A persistent program copies the next block while it finishes and stores the current one. The
+    programs of a shrink within the GEMM are the first.
     """
+    adapters: tl.constexpr = sizes.adapters
+    ahead: tl.constexpr = 0 if adapters is None else adapters.ahead
     if config.is_persistent:
         if is_launched:
             gdc_wait()
@@ -220,20 +226,42 @@ def _product_kernel(
                 False,
             )
     else:
-        _product_block(
-            tl.program_id(0),
-            x_at,
-            weight_at,
-            scales_at,
-            row_scales_at,
-            args,
-            num_rows,
-            row_blocks,
-            sizes,
-            squares,
-            config,
-            is_launched,
-        )
+        number = tl.program_id(0) - ahead
+        if ahead > 0:
+            if number < 0:
+                if is_launched:
+                    gdc_wait()
+                shrink_ahead(tl.program_id(0), num_rows, args.adapters, adapters)
+            else:
+                _product_block(
+                    number,
+                    x_at,
+                    weight_at,
+                    scales_at,
+                    row_scales_at,
+                    args,
+                    num_rows,
+                    row_blocks,
+                    sizes,
+                    squares,
+                    config,
+                    is_launched,
+                )
+        else:
+            _product_block(
+                number,
+                x_at,
+                weight_at,
+                scales_at,
+                row_scales_at,
+                args,
+                num_rows,
+                row_blocks,
+                sizes,
+                squares,
+                config,
+                is_launched,
+            )
 
 
 @triton.jit
@@ -285,6 +313,9 @@ def _product_block(
     if is_launched and waits_late:
         gdc_wait()
     if sizes.adapters is not None:
+        adapters: tl.constexpr = sizes.adapters
+        if adapters.shrink is not None:
+            wait_for_sums(args.adapters, adapters)
         acc, more = _adapted(acc, more, slots, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)
     out, norm = finish(acc, more, early, args, tile, sizes, squares)

@@ -279,7 +279,7 @@ class GemmResults(NamedTuple):
             leaves=0 if self.leaves is None else tiling.column_blocks,
             box=None if boxes is None else PeerLayout.of(boxes),
             pack=tiling.words_at_once(self.out.element_size()),
-            adapters=None if fused.lora is None else fused.lora.sizes,
+            adapters=None if fused.lora is None else fused.lora.sizes_before(tiling.blocks),
         )
 
 

@@ -1,8 +1,10 @@
 """LoRA adapters of a GEMM: shrink as a kernel, expand within the GEMM (Triton).
 
 The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
-ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
-adapters, see `expand`. The grouped GEMMs of experts do too, with the shrink of `expert_lora`.
+ends if none of its rows has it. For few rows the first programs of the GEMM compute it instead, and
+the others wait for them after their main loops, see `shrink_ahead`. The GEMM kernels continue their
+accumulators over the inputs of the adapters, see `expand`. The grouped GEMMs of experts do too,
+with the shrink of `expert_lora`.
 Implements `shared.spec.lora`.
 """
 
@@ -15,10 +17,16 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.shrink_tiles import FEW_ROWS, ShrinkTiles, adapters_at_once
+from kernels.shrink_tiles import (
+    FEW_ROWS,
+    ShrinkTiles,
+    adapters_at_once,
+    is_within_gemm,
+    programs_ahead,
+)
 from kernels.triton_gpu.gemm.block_loaders import add_product
+from kernels.triton_gpu.gemm.lora_shrink import ShrinkSizes, shrink_kernel
 from shared.spec.reduction_order import ShrinkOrder
 
 _SLICE = tl.constexpr(16)
@@ -33,6 +41,7 @@ class AdapterOperands(NamedTuple):
       sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one.
       slots: Adapter slot of each row, 0 for none.
       b, scales, factors: Adapters of one weight by slot, see `shared.spec.lora.AdapterWeights`.
+      x, a, arrivals: For a shrink within the GEMM, its rows, rows of A, and counter of programs.
     """
 
     sums: Float32[Tensor, "R splits ranks"]
@@ -40,6 +49,9 @@ class AdapterOperands(NamedTuple):
     b: Float[Tensor, "slots outputs rank"]
     scales: Float32[Tensor, "slots ranks"]
     factors: Float32[Tensor, "slots outputs"]
+    x: Float[Tensor, "R inputs"] | None = None
+    a: Float[Tensor, "slots ranks inputs"] | None = None
+    arrivals: Int[Tensor, " some"] | None = None
 
 
 class AdapterSizes(NamedTuple):
@@ -53,6 +65,8 @@ class AdapterSizes(NamedTuple):
       at_once: Adapters that a tile of few rows loads at once.
       is_next: Whether the GEMM is the kernel after the shrink. It then waits for the shrink after
         its main loop only: the shrink has waited for all kernels before.
+      shrink: Sizes of a shrink within the GEMM; None without.
+      ahead: Programs of the GEMM that compute the shrink, before those of its blocks.
     """
 
     slots: int
@@ -65,6 +79,8 @@ class AdapterSizes(NamedTuple):
     factors: int
     at_once: int
     is_next: bool
+    shrink: ShrinkSizes | None
+    ahead: int
 
 
 class AdapterTile(NamedTuple):
@@ -80,22 +96,30 @@ class AdapterTile(NamedTuple):
 
 
 class RowAdapters(NamedTuple):
-    """Adapters of the rows of a GEMM after the shrink.
+    """Adapters of the rows of a GEMM.
 
     Attributes:
       operands: Arrays of the expand.
       parts: Outputs of each part.
       is_next: See `AdapterSizes`.
+      shrink, units: Sizes of a shrink within the GEMM, and its most units, which are an adapter
+        slot, a block of rows of A and a split of the inputs; None after the shrink.
     """
 
     operands: AdapterOperands
     parts: tuple[int, ...]
     is_next: bool = True
+    shrink: ShrinkSizes | None = None
+    units: int = 0
 
     @property
     def sizes(self) -> AdapterSizes:
         """Returns the sizes of the expand."""
-        sums, _, b, scales, factors = self.operands
+        return self.sizes_before(0)
+
+    def sizes_before(self, blocks: int) -> AdapterSizes:
+        """Returns the sizes of the expand, and of the shrink within a GEMM of some blocks."""
+        sums, _, b, scales, factors, *_ = self.operands
         return AdapterSizes(
             slots=len(b),
             splits=sums.shape[1],
@@ -106,7 +130,9 @@ class RowAdapters(NamedTuple):
             scales=scales.stride(0),
             factors=factors.stride(0),
             at_once=adapters_at_once(len(b), b.shape[-1]),
-            is_next=self.is_next,
+            is_next=self.is_next and self.shrink is None,
+            shrink=self.shrink,
+            ahead=0 if self.shrink is None else programs_ahead(self.units, blocks),
         )
 
 
@@ -120,8 +146,9 @@ def shrink(
     *,
     parts: Sequence[int],
     order: ShrinkOrder,
+    arrivals: Int[Tensor, " some"] | None = None,
 ) -> RowAdapters:
-    """Computes `A x` of each row for its own adapter.
+    """Computes `A x` of each row for its own adapter, or leaves that to the GEMM.
 
     Args:
       x: The rows, as the GEMM reads them.
@@ -129,6 +156,7 @@ def shrink(
       slots: Adapter slot of each row, 0 for none.
       parts: Outputs of each part of the weight.
       order: Reduction order.
+      arrivals: Counter for a shrink within the GEMM of few rows, zero before and after the GEMM.
 
     Returns:
       The adapters of the rows, an argument of `linear.product`.
@@ -136,81 +164,26 @@ def shrink(
     (R, K), (num_slots, ranks, _) = x.shape, a.shape
     tiles = ShrinkTiles.of(R, ranks, K, order)
     sums = torch.empty((R, tiles.splits, ranks), dtype=torch.float32, device=x.device)
+    sizes = ShrinkSizes.of(a, tiles, order)
+    operands = AdapterOperands(sums, slots, b, scales, factors)
+    units = sizes.blocks * sizes.splits * min(R, num_slots)
+    if arrivals is not None and is_within_gemm(R, units):
+        within = operands._replace(x=x, a=a, arrivals=arrivals)
+        return RowAdapters(within, tuple(parts), shrink=sizes, units=units)
     launching = {"is_launched": False}
     if x.is_cuda:
         launching = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
-    blocks = triton.cdiv(ranks, tiles.ranks)
-    _shrink_kernel[(blocks * tiles.splits, triton.cdiv(R, tiles.rows), num_slots)](
+    shrink_kernel[(sizes.blocks * sizes.splits, triton.cdiv(R, tiles.rows), num_slots)](
         x,
         a,
         slots,
         sums,
         R,
-        K=K,
-        ranks=ranks,
-        stride=a.stride(0),
-        chunk=order.chunk,
-        chunks=tiles.chunks,
-        splits=tiles.splits,
-        blocks=blocks,
-        rows=tiles.rows,
-        width=tiles.ranks,
-        depth=tiles.depth,
-        stages=tiles.stages,
+        sizes=sizes,
         num_warps=tiles.warps,
         **launching,
     )
-    return RowAdapters(AdapterOperands(sums, slots, b, scales, factors), tuple(parts))
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _shrink_kernel(
-    x_at,
-    a_at,
-    slots_at,
-    sums_at,
-    num_rows,
-    K: tl.constexpr,
-    ranks: tl.constexpr,
-    stride: tl.constexpr,
-    chunk: tl.constexpr,
-    chunks: tl.constexpr,
-    splits: tl.constexpr,
-    blocks: tl.constexpr,
-    rows: tl.constexpr,
-    width: tl.constexpr,
-    depth: tl.constexpr,
-    stages: tl.constexpr,
-    is_launched: tl.constexpr,
-):
-    """One program per slot, block of rows, block of rows of A, and split of the inputs."""
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
-    slot, split = tl.program_id(2), tl.program_id(0) // blocks
-    rank = tl.program_id(0) % blocks * width + tl.arange(0, width)
-    if is_launched:
-        gdc_wait()
-        gdc_launch_dependents()
-    is_own = tl.load(slots_at + row, mask=row < num_rows, other=0) == slot + 1
-    if tl.max(is_own.to(tl.int32), 0) > 0:
-        lane = tl.arange(0, depth)
-        of_rows = x_at + row.to(tl.int64)[:, None] * K + lane[None, :]
-        of_ranks = a_at + slot.to(tl.int64) * stride + rank[:, None] * K + lane[None, :]
-        total = tl.zeros((rows, width), tl.float32)
-        for number in tl.range(0, chunks):
-            first = (split * chunks + number) * chunk
-            acc = tl.zeros((rows, width), tl.float32)
-            for at in tl.range(first, first + chunk, depth, num_stages=stages):
-                if K % chunk == 0:
-                    x = tl.load(of_rows + at, mask=is_own[:, None], other=0.0)
-                    a = tl.load(of_ranks + at)
-                else:
-                    is_input = (lane < K - at)[None, :]
-                    x = tl.load(of_rows + at, mask=is_own[:, None] & is_input, other=0.0)
-                    a = tl.load(of_ranks + at, mask=is_input & (rank < ranks)[:, None], other=0.0)
-                acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-            total += acc
-        place = (row.to(tl.int64) * splits + split)[:, None] * ranks + rank[None, :]
-        tl.store(sums_at + place, total, mask=is_own[:, None])
+    return RowAdapters(operands, tuple(parts))
 
 
 @triton.jit

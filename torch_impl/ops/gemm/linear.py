@@ -373,6 +373,6 @@ def kernel_products(
         bias=weight.bias,
         order=SQUARES,
         tiles=tiles,
-        lora=weight.lora and kernel_shrink(kernels, x, weight.lora),
+        lora=weight.lora and kernel_shrink(kernels, x, weight.lora, may_join=True),
         **how,
     )

@@ -1,6 +1,6 @@
 """LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,15 +36,44 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True)
+class PassAdapters:
+    """Adapters of the rows of a pass.
+
+    Attributes:
+      slots: Adapter slot of each row; 0 for none.
+      arrivals: Counters of the adapted GEMMs of few rows, zero before and after each GEMM. A
+        counter is the first element of its row, so that all are aligned alike.
+    """
+
+    slots: Int[Tensor, " R"]
+    arrivals: Int[Tensor, "counters 4"]
+
+    @classmethod
+    def of(
+        cls, slots: Int[Tensor, " R"] | None, adapters: Mapping[str, AdapterWeights]
+    ) -> "PassAdapters | None":
+        """Returns the adapters of a pass; None without `slots`."""
+        if slots is None:
+            return None
+        counters = sum(x.a.shape[1] for x in adapters.values())
+        return cls(slots, slots.new_zeros((counters, 4), dtype=torch.int32))
+
+
+@dataclass(frozen=True)
 class RowAdapters:
-    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row."""
+    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row.
+
+    Attributes:
+      arrivals: Counter of this GEMM, see `PassAdapters`; None if it counts none.
+    """
 
     weights: AdapterWeights
     slots: Int[Tensor, " R"]
+    arrivals: Int[Tensor, "4"] | None = None
 
     def at(self, place: int) -> "RowAdapters":
         """Returns the operand of one layer of a stack, or of one expert of a layer."""
-        return replace(self, weights=self.weights.at(place))
+        return RowAdapters(self.weights.at(place), self.slots)
 
 
 def shrink(
@@ -90,8 +119,17 @@ def _in_use(operand: RowAdapters) -> Iterable[int]:
     return filter(None, operand.slots.unique().tolist())
 
 
-def kernel_shrink(kernels: Kernels, x: Float[Tensor, "R inputs"], operand: RowAdapters) -> Any:
-    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`."""
+def kernel_shrink(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    operand: RowAdapters,
+    *,
+    may_join: bool = False,
+) -> Any:
+    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`.
+
+    With `may_join` the GEMM itself computes the shrink of few rows.
+    """
     own = operand.weights
     return kernels.lora.shrink(
         x,
@@ -102,4 +140,5 @@ def kernel_shrink(kernels: Kernels, x: Float[Tensor, "R inputs"], operand: RowAd
         operand.slots,
         parts=own.parts,
         order=SHRINK,
+        arrivals=operand.arrivals if may_join else None,
     )
