@@ -13,7 +13,7 @@ from shared import VERSION
 FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 LIBRARIES = (
     *("numpy", "numba", "safetensors", "tokenizers", "llguidance", "transformers"),
-    *("huggingface-hub", "fastapi", "starlette", "uvicorn", "h11", "pydantic", "pillow"),
+    *("huggingface-hub", "fastapi", "starlette", "uvicorn", "httptools", "pydantic", "pillow"),
 )
 GPU_FIELDS = "name,driver_version,memory.total,compute_cap"
 TIMEOUT_S = 20.0

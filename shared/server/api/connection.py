@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
+from typing import Any
+from urllib.parse import unquote
 
-import h11
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shared.process.logs import log
 from shared.server.api.access_middleware import MAX_HEAD_BYTES, headers_too_large
+from shared.server.api.exchange import HttpExchange, encoded_error
 from shared.server.protocol.errors import ApiError
 
 LINGER_S = 1.0
 MAX_BACKLOG, MAX_SPARE = 1024, 64
+MAX_PIPELINED = 64
+"""Maximum requests of a connection that wait for the response to another one."""
+
+LENGTH_HEADERS = (b"content-length", b"transfer-encoding")
+
 READ_TIMEOUT_S = 60.0  # for headers and body of a request together
 WRITE_TIMEOUT_S = 60.0  # for a client to read part of the pending output
 
@@ -51,18 +58,18 @@ class ConnectionLimit:
 
 
 class HttpConfig(uvicorn.Config):
-    """Uvicorn configuration with the connection limit."""
+    """Uvicorn configuration with the application and the connection limit."""
 
     def __init__(self, app: ASGIApp, room: ConnectionLimit, grace_s: int) -> None:
-        self.room = room
+        self.served, self.room = app, room
         super().__init__(
             app,
-            http=TimeoutConnection,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            http=HttpConnection,
             log_config=None,  # `logs.set_up` configures logging
             log_level="warning",
             access_log=False,
-            server_header=False,  # h11 checks each header of a response three times
+            server_header=False,
+            proxy_headers=False,
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=grace_s,
@@ -70,109 +77,250 @@ class HttpConfig(uvicorn.Config):
         )
 
 
-class ResponseConnection(h11.Connection):
-    """HTTP state of a connection, which returns the head of a response with its first data.
+class Timer:
+    """Timer that can be started again."""
 
-    Two writes would wake the client twice before the first event of a stream.
+    _handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True from the start of the timer until its end or the call of `stop`."""
+        return self._handle is not None
+
+    def start(self, seconds: float, action: Callable[[], None]) -> None:
+        """Starts the timer, from the beginning if it is running."""
+        self.stop()
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._end, action)
+
+    def stop(self) -> None:
+        """Stops the timer if it is running."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _end(self, action: Callable[[], None]) -> None:
+        self._handle = None
+        action()
+
+
+class HttpConnection(asyncio.Protocol):
+    """HTTP/1.1 connection of a client, with the parser of httptools.
+
+    uvicorn creates one for each accepted connection. It is closed when a request does not arrive in
+    time, when the next one does not begin in time, and when the client does not read a response.
+    The time of a response is not limited.
     """
 
-    _head = b""
+    transport: asyncio.Transport
 
-    def send(self, event: h11.Event) -> bytes | None:
-        """Returns the bytes to send for an event; none for the head of a response."""
-        data = super().send(event)
-        if isinstance(event, h11.Response):
-            self._head = data or b""
-            return b""
-        head, self._head = self._head, b""
-        return head + data if head and data is not None else data
+    def __init__(
+        self, config: HttpConfig, server_state: Any, app_state: object, _loop: object = None
+    ) -> None:
+        self._config, self._state = config, server_state
+        self._parser = httptools.HttpRequestParser(self)
+        # Data after a request with `connection: close` is no error, and is dropped.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
+        self._idle, self._arrival, self._stall = Timer(), Timer(), Timer()
+        self._exchanges: deque[HttpExchange] = deque()  # the first one is in progress
+        self._parsed: HttpExchange | None = None  # the last request
+        self._num_unparsed = 0  # bytes of an incomplete head, chunk size or trailer
+        self._is_ending = self._is_refused = self._is_repeated = False
 
-
-class TimeoutConnection(H11Protocol):
-    """HTTP connection that closes when a request does not arrive in time.
-
-    uvicorn limits only the time between two requests (`timeout_keep_alive`): a client that sends
-    nothing or half of a request would hold its connection forever. The time of a response is not
-    limited, but a client that does not read it loses its connection.
-    """
-
-    _end: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _is_ending = _is_refused = False
+    # Protocol of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Starts the read timeout of the first request, or rejects the connection."""
         assert isinstance(transport, asyncio.Transport)
-        super().connection_made(transport)
-        self.conn = ResponseConnection(h11.SERVER, MAX_HEAD_BYTES)
-        if len(self.connections) > self._room.most:
+        self.transport = transport
+        self._state.connections.add(self)
+        if len(self._state.connections) > self._config.room.most:
             self._refuse()
         else:
             self._look()
 
     def data_received(self, data: bytes) -> None:
         """Passes received data on, and updates the read timeout."""
-        if not self._is_ending:
-            super().data_received(data)
-            self._look()
-
-    def on_response_complete(self) -> None:
-        """Starts the read timeout of the next request."""
-        super().on_response_complete()
+        if self._is_ending:
+            return
+        self._idle.stop()
+        self._num_unparsed += len(data)
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            is_long = self._num_unparsed > MAX_HEAD_BYTES
+            error = headers_too_large() if is_long else ApiError(400, "invalid HTTP request")
+            self._end_with(error)
+            return
+        if self._num_unparsed > MAX_HEAD_BYTES:
+            self._end_with(headers_too_large())
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops all timers."""
-        self._stop()
-        self._end_stall()
-        self._room.num_refused -= self._is_refused
-        super().connection_lost(exc)
+        """Ends all exchanges and timers."""
+        self._state.connections.discard(self)
+        for timer in (self._idle, self._arrival, self._stall):
+            timer.stop()
+        self._config.room.num_refused -= self._is_refused
+        self._leave()
+        self._is_writable.set()
+        del self._parser, self._parsed  # they refer to this object
 
     def pause_writing(self) -> None:
         """Starts the write timeout when the transport's buffer is full."""
-        super().pause_writing()
-        self._end_stall()
-        self._stall = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+        self._is_writable.clear()
+        self._stall.start(WRITE_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         """Stops the write timeout."""
-        super().resume_writing()
-        self._end_stall()
+        self._is_writable.set()
+        self._stall.stop()
 
-    def _end_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-        self._stall = None
+    def shutdown(self) -> None:
+        """Closes the connection, after the response in progress; called by uvicorn."""
+        if not self._exchanges:
+            self.transport.close()
+        else:
+            self._exchanges[-1].keeps_alive = False
+
+    # Callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        """Begins a request."""
+        self._target, self._headers = b"", []
+
+    def on_url(self, part: bytes) -> None:
+        """Receives a part of the target."""
+        self._target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Receives a header, or a trailer field."""
+        self._headers.append((name.lower(), value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        """Starts the request, after those before it.
+
+        Raises:
+          ValueError: A header is missing or repeated, or too many requests wait for others.
+        """
+        self._num_unparsed = 0
+        if self._is_repeated:
+            self._is_repeated = False
+            return
+        fields, self._headers = self._headers, []  # the parser adds trailer fields
+        version = self._parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in fields)
+        if num_hosts > 1 or (not num_hosts and version == "1.1"):
+            raise ValueError("the request requires one Host header (RFC 9112, 3.2)")
+        if len(self._exchanges) > MAX_PIPELINED:
+            raise ValueError("the client sends too many requests ahead")
+        path, _, query = self._target.partition(b"?")
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": self._parser.get_method().decode(),
+            "scheme": "http",
+            "path": unquote(path.decode()),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": fields,
+        }
+        exchange = self._parsed = HttpExchange(
+            scope,
+            self._state.default_headers,
+            self.transport,
+            self._is_writable,
+            self._on_end,
+        )
+        exchange.keeps_alive = version == "1.1" and self._parser.should_keep_alive()
+        exchange.expects_continue = b"100-continue" in [
+            value.lower() for name, value in fields if name == b"expect"
+        ]
+        self._exchanges.append(exchange)
+        if len(self._exchanges) == 1:
+            self._start()
+        else:
+            self.transport.pause_reading()
+
+    def on_body(self, part: bytes) -> None:
+        """Receives a part of the body."""
+        assert self._parsed is not None
+        self._num_unparsed = 0
+        self._parsed.add(part)
+
+    def on_message_complete(self) -> None:
+        """Receives the end of a request."""
+        assert self._parsed is not None
+        self._num_unparsed = 0
+        if not self._parser.should_upgrade():
+            self._parsed.complete()
+
+    def _parse(self, data: bytes) -> None:
+        """Passes data to the parser.
+
+        An upgrade is declined by a usual response. The parser ends such a request after its head,
+        so it receives another head with the length of the body.
+        """
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                assert self._parsed is not None
+                self._is_repeated = True
+                lengths = [b"%b: %b" % x for x in self._parsed.headers if x[0] in LENGTH_HEADERS]
+                head = b"\r\n".join([b"POST / HTTP/1.1", *lengths, b"\r\n"])
+                data = head + data[upgrade.args[0] :]
+
+    def _start(self) -> None:
+        running = self._exchanges[0].run(self._config.served)
+        task = asyncio.get_running_loop().create_task(running)
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
+
+    def _on_end(self) -> None:
+        """Starts the next request or waits for it, after the last byte of a response."""
+        done = self._exchanges.popleft()
+        if not done.keeps_alive:
+            self.transport.close()
+        if self.transport.is_closing():
+            return
+        self.transport.resume_reading()
+        if self._exchanges:
+            self._start()
+            self._look()
+        else:
+            self._idle.start(self._config.timeout_keep_alive, self.transport.close)
 
     def _look(self) -> None:
         """Starts the read timeout if a request is expected, and stops it if one has arrived."""
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._stop()
-        elif self._end is None:
-            self._end = self.loop.call_later(READ_TIMEOUT_S, self._give_up)
+        is_expected = not self._exchanges or (
+            len(self._exchanges) == 1 and not self._exchanges[0].is_whole
+        )
+        if not is_expected or self._is_ending:
+            self._arrival.stop()
+        elif not self._arrival.is_running:
+            self._arrival.start(READ_TIMEOUT_S, self._give_up)
 
-    def _stop(self) -> None:
-        if self._end is not None:
-            self._end.cancel()
-        self._end = None
-
-    @property
-    def _room(self) -> ConnectionLimit:
-        assert isinstance(self.config, HttpConfig)
-        return self.config.room
+    def _leave(self) -> None:
+        for each in self._exchanges:
+            each.leave()
+        self._exchanges.clear()
 
     def _refuse(self) -> None:
-        self.connections.discard(self)  # the set contains served connections
-        message = (
-            f"connection limit reached ({self._room.most}); close connections or try again later"
-        )
+        room = self._config.room
+        self._state.connections.discard(self)  # the set contains served connections
+        message = f"connection limit reached ({room.most}); close connections or try again later"
         log.warning(message)
         error = ApiError(503, message, code="too_many_connections")
-        if self._room.num_refused == self._room.spare:
-            self.transport.write(_written(error))
+        if room.num_refused == room.spare:
+            self.transport.write(encoded_error(error))
             self.transport.close()
             return
-        self._room.num_refused += 1
+        room.num_refused += 1
         self._is_refused = True
         self._end_with(error)
 
@@ -180,29 +328,22 @@ class TimeoutConnection(H11Protocol):
         message = f"the request did not arrive within {READ_TIMEOUT_S:g} s"
         self._end_with(ApiError(408, message, code="request_timeout"))
 
-    def send_400_response(self, msg: str) -> None:
-        """Responds to an invalid request, for example with headers that are too long."""
-        unread, _ = self.conn.trailing_data
-        is_long = len(unread) > MAX_HEAD_BYTES
-        self._end_with(headers_too_large() if is_long else ApiError(400, "invalid HTTP request"))
-
     def _end_with(self, error: ApiError) -> None:
-        """Sends a last response unless one is being sent; h11 would not write it in every state."""
+        """Sends a last response, unless another one has begun or precedes it."""
         if self._is_ending or self.transport.is_closing():
             return
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_written(error))
+        self._is_ending = True
+        if self._exchanges and self._exchanges[-1].is_whole:
+            self._exchanges[-1].keeps_alive = False  # the error is in the request after it
+            return
+        if len(self._exchanges) == 1:
+            is_next = not self._exchanges[0].has_begun
+        else:
+            is_next = not self._exchanges and (self._parsed is None or self._parsed.is_whole)
+        if is_next:
+            self.transport.write(encoded_error(error))
+        self._leave()
         # Closing while the client still sends would discard the response (RFC 9112, 9.6), so
         # incoming data is read and dropped for `LINGER_S`.
-        self._is_ending = True
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
-
-
-def _written(error: ApiError) -> bytes:
-    body = json.dumps(error.to_json()).encode()
-    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-    return (
-        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n\r\n".encode()
-        + body
-    )
+        asyncio.get_running_loop().call_later(LINGER_S, self.transport.close)
