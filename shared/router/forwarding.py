@@ -191,7 +191,7 @@ class _Exchange:
                 if self.has_left:
                     raise UpstreamError("the client disconnected")
                 headers = [(b"host", replica.pool.host), *self._headers]
-                await connection.send(self._method, self._target, headers, self._body)
+                connection.send(self._method, self._target, headers, self._body)
                 return connection, await connection.response()
             except BaseException as error:
                 self._connection = None

@@ -120,7 +120,7 @@ class Replicas:
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await replica.pool.take()
-                await connection.send(b"GET", target.encode(), fields, b"")
+                connection.send(b"GET", target.encode(), fields, b"")
                 head, body, is_last = await connection.response(), b"", False
                 while not is_last:
                     part, is_last = await connection.data()

@@ -18,43 +18,12 @@ from shared.server.api.connection import (
     HttpConnection,
 )
 from shared.server.api.exchange import CONTINUE, MAX_UNREAD_BYTES
+from tests.support.recording_transport import RecordingTransport
 
 GET = b"GET /a?b HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
-
-
-class RecordingTransport(asyncio.Transport):
-    """Transport that records writes.
-
-    Attributes:
-      parts: One item for each write.
-      reads: False while reading is paused.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[bytes] = []
-        self.reads, self._is_closed = True, False
-
-    def write(self, data) -> None:
-        self.parts.append(bytes(data))
-
-    def write_eof(self) -> None:
-        self._is_closed = True
-
-    def close(self) -> None:
-        self._is_closed = True
-
-    def is_closing(self) -> bool:
-        return self._is_closed
-
-    def pause_reading(self) -> None:
-        self.reads = False
-
-    def resume_reading(self) -> None:
-        self.reads = True
 
 
 class App:
@@ -144,8 +113,9 @@ def test_response_to_head_has_no_body():
     assert written.endswith(b"\r\n\r\n")
 
 
-def test_http_1_0_response_ends_with_connection():
-    written = exchanged(App(parts=(b"1", b"2")), b"GET / HTTP/1.0\r\n\r\n")
+@pytest.mark.parametrize("field", [b"", b"connection: keep-alive\r\n"])
+def test_http_1_0_response_ends_with_connection(field):
+    written = exchanged(App(parts=(b"1", b"2")), b"GET / HTTP/1.0\r\n" + field + b"\r\n")
     assert written.is_closing()
     assert b"".join(written.parts) == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n12"
 
@@ -155,6 +125,12 @@ def test_connection_close_ends_connection(value):
     written = exchanged(App(), GET[:-2] + b"connection: " + value + b"\r\n\r\n" + GET)
     assert (len(written.parts), written.is_closing()) == (1, True)
     assert b"\r\nconnection: close\r\n" in written.parts[0]
+
+
+def test_application_can_end_connection():
+    written = exchanged(App([(b"connection", b"Close")]), GET)
+    assert (len(written.parts), written.is_closing()) == (1, True)
+    assert written.parts[0].count(b"connection") == 1
 
 
 def test_continue_is_sent_when_body_is_expected():

@@ -118,8 +118,6 @@ class HttpConnection(asyncio.Protocol):
     ) -> None:
         self._config, self._state = config, server_state
         self._parser = httptools.HttpRequestParser(self)
-        # Data after a request with `connection: close` is no error, and is dropped.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._is_writable = asyncio.Event()
         self._is_writable.set()
         self._idle, self._arrival, self._stall = Timer(), Timer(), Timer()
