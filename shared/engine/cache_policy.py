@@ -27,6 +27,8 @@ class CachePolicy:
         incomplete.
       track_interval: Positions between two state snapshots of an output; 0 for a model without
         recurrent states.
+      caches_outputs: False if only prefilled positions are cached. Decoding computes KV and states
+        in another order of sums than prefill, so in bfloat16 they have other bits.
     """
 
     is_on: bool
@@ -34,6 +36,7 @@ class CachePolicy:
     may_skip_draft_kv: bool
     draft_reads_kv: bool
     track_interval: int
+    caches_outputs: bool = True
 
     def check(self, capacity: BackendLimits, overlap: int) -> None:
         """Checks the track interval against the page size and the steps in flight.

@@ -281,6 +281,8 @@ class PrefixCache:
     def _save_of_decode(self, standing: CacheLease) -> tuple[int, int]:
         """Returns the only tracked position that this step and the steps in flight may pass."""
         request, (at, snapshot) = standing.request, standing.pending
+        if not self.policy.caches_outputs:
+            return standing.pending
         known = self._filled(request, standing, prefilled=request.prefill_length)
         if at <= known or not snapshot:
             # No step that could save the state has passed a position below the known length.
@@ -361,7 +363,9 @@ class PrefixCache:
             return
         locked = standing.node
         if request.finish_reason is not FinishReason.ERROR:
-            filled = self._filled(request, standing, prefilled=standing.num_prefilled)
+            filled = standing.num_prefilled
+            if self.policy.caches_outputs:
+                filled = self._filled(request, standing, prefilled=filled)
             self._insert(request, standing, request.tokens(), filled, is_running=False)
             while standing.snapshots:
                 self._hang(standing.node, *standing.snapshots.pop())

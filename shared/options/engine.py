@@ -55,6 +55,11 @@ class EngineConfig:
         "turn the prefix cache off",
         aliases=("--no-enable-prefix-caching",),
     )
+    disable_output_caching: bool = flag(
+        False,
+        "insert only prompts into the prefix cache; an output is prefilled again in the next "
+        "prompt, so that in bfloat16 too no output depends on what is cached",
+    )
     mamba_track_interval: int | None = flag(
         None,
         "output tokens between two state snapshots in the prefix cache, a multiple of 64 and of "

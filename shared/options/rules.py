@@ -140,6 +140,21 @@ RULES = (
         ),
     ),
     Rule(
+        applies=lambda s: (
+            s.options.engine.disable_output_caching
+            and (
+                s.options.engine.disable_radix_cache
+                or s.options.engine.mamba_track_interval is not None
+            )
+        ),
+        reason="--disable-output-caching keeps outputs out of the prefix cache, so "
+        "--mamba-track-interval and --disable-radix-cache have no effect with it",
+        hint="remove one of them",
+        example=Example(
+            drafter="NEXTN", flags=flags_of("--disable-output-caching --mamba-track-interval 256")
+        ),
+    ),
+    Rule(
         applies=lambda s: (s.options.model.context_length or 0) > s.model.context_length,
         reason="--context-length {context} exceeds the model's {model_context} positions",
         hint="give a smaller value, or remove the flag",

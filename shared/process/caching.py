@@ -22,6 +22,7 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
         may_skip_draft_kv=own is not None,
         draft_reads_kv=drafts.model is not None,
         track_interval=settled.track_interval if memory.blueprint.has_state else 0,
+        caches_outputs=not settled.options.engine.disable_output_caching,
     )
     try:
         policy.check(capacity, capacity.overlap)

@@ -222,6 +222,20 @@ def test_hybrid_turn_after_branch_saves_its_last_state():
     assert cached == [0, UNIT, 3 * UNIT]
 
 
+@pytest.mark.parametrize("kind", ["plain model", "head", "hybrid", "windowed hybrid"])
+def test_disabled_output_caching_caches_prompts_alone(kind):
+    engine, text, cached = make(kind, caches_outputs=False), tokens(11, 2 * UNIT + 1), []
+    lengths = []
+    for turn in range(3):
+        one = request(text, max_tokens=UNIT + 9)
+        (answer,) = serve(engine, one)
+        lengths.append(len(text))
+        cached.append(one.cached_tokens)
+        text = [*text, *answer, *tokens(turn, 20)]
+    unit = UNIT if "hybrid" in kind else 4
+    assert cached == [0, *((length - 1) // unit * unit for length in lengths[:-1])]
+
+
 @pytest.mark.parametrize("length", [UNIT, UNIT + 1, 2 * UNIT, 2 * UNIT + 1])
 def test_hybrid_prompt_leaves_reusable_state(length):
     """The state is before the last token, or after it, where the next chat turn can use it."""

@@ -63,12 +63,14 @@ def make(
     overlap: int = 1,
     any_shape: bool = False,
     step_bytes: int = 160,
+    caches_outputs: bool = True,
 ) -> Engine:
     """An engine on a toy backend; each window pool has `num_pages` pages by default.
 
     A step of KV transfer has few pages, so that a record takes several.
     """
     num_snapshots, policy, windows = KINDS[kind]
+    policy = replace(policy, caches_outputs=caches_outputs)
     capacity = toy_capacity(
         num_pages=num_pages,
         num_slots=5,
