@@ -9,8 +9,10 @@ and acceptance of the last quarter are compared with those of the second; caches
 
 The second form plays agent sessions: conversations with tools and JSON schemas over chat
 completions, the Responses API and the Messages API, with aborts, edits of earlier rounds and two
-tenants. Plain decoding without a prefix cache runs first. Each drafter must then return the same
-outputs, every constrained output must be valid, and the prefix hits must be within computed bounds.
+tenants. Plain decoding without a prefix cache runs first, and all conversations continue with its
+answers. Each drafter must then return the same outputs, every constrained output must be valid, and
+the prefix hits must be within computed bounds. In bfloat16 the outputs are equal only with
+`--cache-flags=--disable-output-caching`.
 
 The exit code is 1 if a check fails, and 2 if a run does.
 """

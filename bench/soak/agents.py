@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +16,7 @@ import httpx
 
 from bench.common.draft_config import PLAIN, Draft, folders_beside
 from bench.common.waiting import progress
+from bench.soak.clients import Answer
 from bench.soak.resources import MODEL, SAMPLE_S, Growth, Sample, Watch, judge, own_server
 from bench.soak.runs import Line, Record, Run, line_of, table
 from bench.soak.sessions import Session, sessions
@@ -55,7 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--at-once", type=int, default=8, help="sessions at the same time")
     group.add_argument("--context-length", type=int, default=16384, help="positions of a request")
     group.add_argument("--seed", type=int, default=0, help="seed of the sessions")
-    group.add_argument("--flags", default="", help="more flags of the server, in one word")
+    group.add_argument("--flags", default="", help="more flags of the servers, in one word")
+    group.add_argument(
+        "--cache-flags", default="", help="more flags of the servers with a prefix cache"
+    )
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
     lines: list[Line] = []
     faults: list[str] = []
     growths: dict[str, Any] = {}
-    plain: list[Record] = []
+    plain: Run | None = None
     report: dict[str, Any] = {
         "command": f"python -m bench.soak {shlex.join(sys.argv[1:])}",
         "versions": {name: version(name) for name in ("numpy", args.backend)},
@@ -90,12 +94,15 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
         "faults": faults,
     }
     for drafts, cached in ((PLAIN, False), *((each, True) for each in args.drafts)):
-        run, samples, accept_length = play(args, played, Draft.parse(drafts), cached)
-        plain = plain or run.records
-        line = line_of(drafts, cached, run, run.records, plain, accept_length)
+        answers = plain.answers if plain else {}
+        run, samples, accept_length = play(args, played, Draft.parse(drafts), cached, answers)
+        plain = plain or run
+        line = line_of(drafts, cached, run, run.records, plain.records, accept_length)
         name = f"{drafts} {'with' if cached else 'without'} prefix cache"
         faults += [f"{name}: {fault}" for fault in line.faults]
-        faults += [f"{name}: {fault}" for fault in examples_of_faults(run.records, plain, cached)]
+        faults += [
+            f"{name}: {fault}" for fault in examples_of_faults(run.records, plain.records, cached)
+        ]
         growths[name] = _growth(name, samples, faults)
         lines.append(line)
         report["lines"].append(asdict(line))
@@ -105,7 +112,11 @@ def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) ->
 
 
 def play(
-    args: argparse.Namespace, played: Sequence[Session], draft: Draft, cached: bool
+    args: argparse.Namespace,
+    played: Sequence[Session],
+    draft: Draft,
+    cached: bool,
+    plain: Mapping[tuple[int, int], Answer],
 ) -> tuple[Run, list[Sample], float]:
     """Plays the sessions on a server of their own.
 
@@ -120,11 +131,11 @@ def play(
     # must not evict those of other sessions.
     flags += ["--max-running-requests", str(2 * args.at_once), "--log-level", "warning"]
     flags += TABLE if "NGRAM" in draft.algorithm else []
-    flags += [] if cached else ["--disable-radix-cache"]
+    flags += shlex.split(args.cache_flags) if cached else ["--disable-radix-cache"]
     with own_server(args.model, args.backend, args.context_length, flags) as (url, pid):
         num_rounds = sum(len(session.rounds) for session in played)
         with progress(f"rounds of {draft}", num_rounds) as done:
-            run = Run(url, args.model, args.at_once, done)
+            run = Run(url, args.model, args.at_once, done, plain)
             samples, accept_length = asyncio.run(_played(run, played, url, pid))
     return run, samples, accept_length
 

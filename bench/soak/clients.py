@@ -15,6 +15,7 @@ import openai
 from anthropic.lib.streaming._messages import accumulate_event
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
+from pydantic_core import from_json
 
 from bench.soak.sessions import SCHEMA, Round, Session
 
@@ -38,7 +39,7 @@ class Answer:
 
     Attributes:
       text: Text of the answer.
-      calls: Its complete calls.
+      calls: Its calls; the token limit may have truncated the last one.
       prompt_tokens: All tokens of the prompt.
       cached_tokens: Those that the prefix cache had.
       is_complete: False if the token limit ended it.
@@ -135,6 +136,7 @@ def _chat_body(session: Session, messages: Messages, round: Round) -> dict[str, 
     if round.kind == "schema":
         schema = {"name": "answer", "schema": SCHEMA, "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        body["tool_choice"] = "none"
     return body
 
 
@@ -156,6 +158,7 @@ def _responses_body(session: Session, messages: Messages, round: Round) -> dict[
         body["text"] = {
             "format": {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
         }
+        body["tool_choice"] = "none"
     return body
 
 
@@ -190,6 +193,7 @@ def _messages_body(session: Session, messages: Messages, round: Round) -> dict[s
         body["tool_choice"] = choice
     if round.kind == "schema":
         body["output_config"] = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        body["tool_choice"] = {"type": "none"}
     return body
 
 
@@ -252,10 +256,15 @@ class Accumulated:
         return self._message
 
 
+def _arguments(text: str) -> dict[str, Any]:
+    """Reads the arguments of a call that the token limit may have truncated."""
+    return from_json(text or "{}", allow_partial="trailing-strings")
+
+
 def _of_chat(completion: Any) -> Answer:
     (choice,), usage = completion.choices, completion.usage
     calls = [
-        Call(call.id, call.function.name, json.loads(call.function.arguments))
+        Call(call.id, call.function.name, _arguments(call.function.arguments))
         for call in choice.message.tool_calls or ()
     ]
     return Answer(

@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "demo" / "target"
-SAMPLE_S = 2.0
+SAMPLE_S = 1.0
 
 MOST_GROWTH = {"rss_bytes": 0.03, "threads": 0.0, "files": 0.0, "acceptance": 0.03}
 """Largest growth from the second to the last quarter, as a share; also the largest loss of

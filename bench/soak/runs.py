@@ -12,7 +12,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,11 @@ class CacheModel:
 
     A prompt that continues the last prompt of its session has at least the prefix at the end of
     which the last prompt saved a state: its last multiple of `UNIT`. The token after the prefix
-    must be the same too, because the draft KV of EAGLE-like heads depends on it. After an edit the
-    bound is 0, because older states may be evicted. A prompt has at most the longest prefix of any
-    earlier prompt and output of its tenant. Prefixes are multiples of `UNIT`.
+    must be the same too, because the draft KV of EAGLE-like heads depends on it. A prompt that
+    forks from the tokens of an earlier output saves its state there instead, so its bound is that
+    of the prompt before. After an edit the bound is 0, because older states may be evicted. A
+    prompt has at most the longest prefix of any earlier prompt and output of its tenant. Prefixes
+    are multiples of `UNIT`.
     """
 
     _saved: dict[int, int] = field(default_factory=dict)
@@ -75,9 +77,19 @@ class CacheModel:
         texts = [i for i, key in enumerate(keys, 1) if key in self._texts[session.tenant]]
         return UNIT * max(saved, default=0), UNIT * max(texts, default=0)
 
-    def add_prompt(self, session: Session, prompt: list[int]) -> None:
-        """Adds a prompt that has been answered."""
-        self._saved[session.number] = (_continued_keys(prompt) or [0])[-1]
+    def add_prompt(self, session: Session, prompt: list[int], *, may_fork: bool) -> None:
+        """Adds a prompt that has been answered.
+
+        Args:
+          session: Its session.
+          prompt: Its tokens.
+          may_fork: True if an earlier output may continue differently within it.
+        """
+        keys = _continued_keys(prompt) or [0]
+        if not may_fork:
+            self._saved[session.number] = keys[-1]
+        elif self._saved.get(session.number) not in keys:
+            self._saved.pop(session.number, None)
 
     def add_text(self, session: Session, tokens: list[int]) -> None:
         """Adds a prompt, or a prompt with its output, that may be in the cache."""
@@ -101,13 +113,30 @@ def _continued_keys(prompt: list[int]) -> list[int]:
 class Run:
     """All sessions on one server.
 
+    Args:
+      url: Address of the server.
+      model: Folder with the tokenizer.
+      at_once: Maximum number of sessions at the same time.
+      report: Called after each round.
+      plain: Answers of plain decoding, with which all conversations continue: a changed round
+        changes no other. Without them a conversation continues with its own answers.
+
     Attributes:
       records: The rounds that have ended.
+      answers: The answer of each session and round.
       num_aborts: Streams that were aborted.
     """
 
-    def __init__(self, url: str, model: Path, at_once: int, report: Callable[[], None]) -> None:
-        self._clients, self._report = Clients(url), report
+    def __init__(
+        self,
+        url: str,
+        model: Path,
+        at_once: int,
+        report: Callable[[], None],
+        plain: Mapping[tuple[int, int], Answer],
+    ) -> None:
+        self._clients, self._report, self._plain = Clients(url), report, plain
+        self.answers: dict[tuple[int, int], Answer] = {}
         self._slots = asyncio.Semaphore(at_once)
         tokenizer = Tokenizer.from_folder(model)
         assert tokenizer is not None
@@ -133,8 +162,10 @@ class Run:
         async with self._slots:
             messages: Messages = [{"role": "system", "content": SYSTEM}]
             for number, round in enumerate(session.rounds):
+                place = session.number, number
                 messages = next_messages(messages, round)
-                answer = await self._round(session, number, round, messages)
+                self.answers[place] = await self._round(session, number, round, messages)
+                answer = self._plain.get(place, self.answers[place])
                 messages = [*messages, answer.message, *results(answer, round)]
                 self._report()
 
@@ -151,7 +182,10 @@ class Run:
         began = time.monotonic()
         answer = await self._clients.send(session, messages, round)
         seconds = time.monotonic() - began
-        self._cache.add_prompt(session, prompt)
+        # Constrained outputs and calls may have other tokens than their text in the next prompt.
+        asked = session.rounds[number - 1] if number else round
+        is_constrained = asked.kind != "text" or messages[-1]["role"] == "tool"
+        self._cache.add_prompt(session, prompt, may_fork=bool(round.dropped) or is_constrained)
         self._cache.add_text(session, self._encoded(session, [*messages, answer.message]))
         fault = fault_of(session, round, answer)
         if answer.prompt_tokens != len(prompt):

@@ -159,7 +159,9 @@ def test_bodies_convert_conversation_to_each_api():
     assert roles == ["user", "assistant", "user", "assistant", "user"]
     assert [block["type"] for block in body["messages"][1]["content"]] == ["text", "tool_use"]
     assert body["messages"][2]["content"][0]["tool_use_id"] == "c1"
+    assert body["tool_choice"] == {"type": "none"}
     chat = BODIES["chat"](session, messages, round)
+    assert chat["tool_choice"] == "none"
     assert chat["messages"] == messages
     assert chat["response_format"]["json_schema"]["schema"] == SCHEMA
 
@@ -198,7 +200,7 @@ def test_cache_bounds_follow_session_and_tenant():
     cache, prompt = CacheModel(), list(range(3 * UNIT + 5))
     assert cache.bounds(one, prompt) == (0, 0)
     cache.add_text(one, prompt)
-    cache.add_prompt(one, prompt)
+    cache.add_prompt(one, prompt, may_fork=False)
     cache.add_text(one, [*prompt, *range(UNIT)])
     longer = [*prompt, *range(UNIT), 9]
     assert cache.bounds(one, longer) == (3 * UNIT, 4 * UNIT)
@@ -214,10 +216,23 @@ def test_cache_bound_requires_token_after_prefix():
     session = sessions(1, (1, 1), 0)[0]
     cache, prompt = CacheModel(), list(range(2 * UNIT + 1))
     cache.add_text(session, prompt)
-    cache.add_prompt(session, prompt)
+    cache.add_prompt(session, prompt, may_fork=False)
     other = [*prompt[:-1], -1, -2]
     assert cache.bounds(session, [*prompt, -2]) == (2 * UNIT, 2 * UNIT)
     assert cache.bounds(session, other) == (0, 2 * UNIT)
+
+
+def test_forking_prompt_keeps_bound_of_last_prompt():
+    session = sessions(1, (1, 1), 0)[0]
+    cache, prompt = CacheModel(), list(range(2 * UNIT + 1))
+    longer = [*prompt, *range(UNIT)]
+    cache.add_prompt(session, prompt, may_fork=False)
+    cache.add_prompt(session, longer, may_fork=True)
+    assert cache.bounds(session, [*longer, 1])[0] == 2 * UNIT
+    cache.add_prompt(session, longer, may_fork=False)
+    assert cache.bounds(session, [*longer, 1])[0] == 3 * UNIT
+    cache.add_prompt(session, [7, *longer], may_fork=True)
+    assert cache.bounds(session, [7, *longer, 1])[0] == 0
 
 
 def test_quarters_of_latencies_are_medians():
@@ -229,12 +244,12 @@ def test_agent_results_written_after_each_drafter(tmp_path, monkeypatch):
     """A run that ends early keeps the results of the drafters before."""
     out, runs = tmp_path / "soak.json", []
 
-    def played(args, played, draft, cached):
+    def played(args, played, draft, cached, plain):
         if len(runs) == 2:
             raise RuntimeError("the server ended")
         runs.append(draft)
         record = replace(RECORD, output="a", prompt_tokens=64, seconds=0.1)
-        run = Run("http://unused", MODEL, 1, lambda: None)
+        run = Run("http://unused", MODEL, 1, lambda: None, plain)
         run.records.append(record)
         return run, [], 1.0
 
