@@ -165,7 +165,7 @@ def _latent_attention(
         latent_norm=at("latent_norm"),
         query_norm=at("query_norm") if has_rank else None,
         queries=matrix("queries") if has_rank else None,
-        kv_b=at("kv_b"),
+        kv_b=matrix("kv_b"),
     )
     return LatentAttention(matrix("inputs"), matrix("out"), heads)
 

@@ -13,9 +13,6 @@ _OF_BLOCKS = ("BlockDrafter", "fill", "write_context")
 _MET = ("connect", "AllGather") + tuple(
     f"AllGather.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
 )
-_BY_HEAD = [
-    f"{x}_{name}" for x in ("kernel", "plain") for name in ("latent_queries", "value_heads")
-]
 ONE_SIDED_NAMES = {
     "backend.py::ReadyArray": "what JAX does not declare of its arrays",
     "backend.py::ReadyArray.is_ready": "the same",
@@ -37,9 +34,6 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable.load": "the same",
     "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
     **{f"layer_weights.py::{x}": "as above" for x in ("layers_of", "matrix_of")},
-    **{
-        f"ops/attention/latent_attention.py::{x}": "as above" for x in ("absorb_queries", *_BY_HEAD)
-    },
     "ops/gemm/linear.py::Matrix.alone": "as above",
     "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/lora.py::RowAdapters": "as above",

@@ -127,7 +127,7 @@ def _latent_attention(tensors: Tensors, prefix: str, place: int) -> LatentAttent
         latent_norm=tensors[f"{prefix}latent_norm"][place],
         query_norm=tensors[f"{prefix}query_norm"][place] if has_rank else None,
         queries=matrix_of(tensors, f"{prefix}queries", place) if has_rank else None,
-        kv_b=tensors[f"{prefix}kv_b"][place],
+        kv_b=matrix_of(tensors, f"{prefix}kv_b", place),
     )
     return LatentAttention(inputs, out, heads)
 

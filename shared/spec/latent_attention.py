@@ -29,13 +29,13 @@ class LatentWeights:
       latent_norm, query_norm: Norms of the latents of keys and of queries.
       queries: Projection of the query latent. It and its norm are None if queries are a part of the
         input projection.
-      kv_b: Key rows W_UK, then value rows W_UV, of each head.
+      kv_b: Rows of each head: key rows W_UK, then value rows W_UV.
     """
 
     latent_norm: Float[np.ndarray, " r"]
     query_norm: Float[np.ndarray, " rq"] | None
     queries: Matrix | None
-    kv_b: Float[np.ndarray, "Hq dn_dv r"]
+    kv_b: Matrix
 
 
 def latent_attention(
@@ -64,7 +64,7 @@ def latent_attention(
     q = latent_queries(query, config, weights.kv_b, angles)
     pages = write(pages, rows.page_table, rows.request, rows.places, rows.is_real, latents[:, None])
     out = attend_latent(q, pages, rows, config.scale, config.latent_rank)
-    return value_heads(out, weights.kv_b, config.nope_size).reshape(len(inputs), -1), pages
+    return value_heads(out, config, weights.kv_b).reshape(len(inputs), -1), pages
 
 
 def latent_rows(
@@ -97,20 +97,21 @@ def latent_rows(
 def latent_queries(
     query: Float[np.ndarray, "R columns"],
     config: LatentAttentionConfig,
-    kv_b: Float[np.ndarray, "Hq dn_dv r"],
+    kv_b: Matrix,
     angles: Angles,
 ) -> Float[np.ndarray, "R Hq r_dr"]:
     """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head.
 
     Args:
       query: Rows that begin with the query heads.
-      config, angles: See `latent_attention`.
-      kv_b: Key rows, then value rows, of each head.
+      config, kv_b, angles: See `latent_attention`.
     """
     size = config.nope_size + config.rope_size
-    q = query[:, : len(kv_b) * size].reshape(len(query), -1, size)
+    heads = kv_b.num_outputs // config.head_rows
+    q = query[:, : heads * size].reshape(len(query), heads, size)
     nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
-    return np.concatenate([absorb_queries(nope, kv_b), rotate(rope, config, angles)], axis=-1)
+    parts = absorb_queries(nope, config, kv_b), rotate(rope, config, angles)
+    return np.concatenate(parts, axis=-1)
 
 
 def rotate(
@@ -121,24 +122,32 @@ def rotate(
     return apply(x, angles.cos, angles.sin)
 
 
+def of_heads(
+    x: Float[np.ndarray, "outputs inputs"], config: LatentAttentionConfig
+) -> Float[np.ndarray, "Hq dn_dv inputs"]:
+    """Returns the outputs of `kv_b` by head, of which a TP rank has some."""
+    return x.reshape(-1, config.head_rows, x.shape[1])
+
+
 def absorb_queries(
-    q: Float[np.ndarray, "R Hq dn"], kv_b: Float[np.ndarray, "Hq dn_dv r"]
+    q: Float[np.ndarray, "R Hq dn"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[np.ndarray, "R Hq r"]:
     """Multiplies each head's query with its key rows: `q_h W_UK_h`, a sum over dn."""
-    return np.einsum("rhn,hnc->rhc", q, kv_b[:, : q.shape[2]], optimize=True)
+    keys = of_heads(kv_b.values, config)[:, : config.nope_size]
+    return np.einsum("rhn,hnc->rhc", q, keys, optimize=True)
 
 
 def value_heads(
-    x: Float[np.ndarray, "R Hq r"], kv_b: Float[np.ndarray, "Hq dn_dv r"], nope_size: int
+    x: Float[np.ndarray, "R Hq r"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[np.ndarray, "R Hq dv"]:
     """Multiplies each head's mean latent with its value rows: `W_UV_h x_h`, a sum over r.
 
     Args:
       x: Output of `attend_latent`.
-      kv_b: Key rows, then value rows, of each head.
-      nope_size: dn, the number of a head's key rows.
+      config, kv_b: See `latent_attention`.
     """
-    return np.einsum("rhc,hvc->rhv", x, kv_b[:, nope_size:], optimize=True)
+    values = of_heads(kv_b.values, config)[:, config.nope_size :]
+    return np.einsum("rhc,hvc->rhv", x, values, optimize=True)
 
 
 def attend_latent(

@@ -317,7 +317,7 @@ def latent_mixer(
         latent_norm=scale(config, weights[f"{prefix}latent_norm"][index]),
         query_norm=scale(config, weights[f"{prefix}query_norm"][index]) if has_rank else None,
         queries=matrix(weights, f"{prefix}queries", index) if has_rank else None,
-        kv_b=weights[f"{prefix}kv_b"][index],
+        kv_b=matrix(weights, f"{prefix}kv_b", index),
     )
     out, pages = latent_attention(
         inputs, attention, own, angles(attention, rows), rows, kv[layer, 0]

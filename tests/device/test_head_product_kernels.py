@@ -5,6 +5,7 @@ import pytest
 
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
+from shared.spec.linear import Matrix
 from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
 from tests.support.latent_kernels import (
     SIZES,
@@ -39,11 +40,12 @@ if ON_GPU:
 
 
 def specified(function: str, sizes: LatentSizes, given: Arguments, **how: bool) -> np.ndarray:
+    kv_b = Matrix.plain(given["kv_b"].reshape(-1, sizes.rank))
     if function == "value_heads":
-        return spec.value_heads(given["x"], given["kv_b"], sizes.nope)
+        return spec.value_heads(given["x"], sizes.config(), kv_b)
     q = given["q"][:, : sizes.heads * (sizes.nope + sizes.rope)]
     angles = Angles(given["cos"], given["sin"])
-    return spec.latent_queries(q, sizes.config(**how), given["kv_b"], angles)
+    return spec.latent_queries(q, sizes.config(**how), kv_b, angles)
 
 
 def head_slice(

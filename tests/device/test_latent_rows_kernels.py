@@ -6,6 +6,7 @@ import pytest
 from shared.spec import attention
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
+from shared.spec.linear import Matrix
 from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
 from tests.support.latent_kernels import (
     LAYER,
@@ -32,7 +33,8 @@ def specified(
     sizes: LatentSizes, given: Arguments, is_interleaved: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the query latents, or query heads, and the pools after the writes."""
-    weights = spec.LatentWeights(given["latent_norm"], given["query_norm"], None, given["kv_b"])
+    kv_b = Matrix.plain(np.zeros((1, 1), np.float32))
+    weights = spec.LatentWeights(given["latent_norm"], given["query_norm"], None, kv_b)
     angles = Angles(given["cos"], given["sin"])
     queries, rows = spec.latent_rows(
         given["projected"], sizes.config(is_interleaved), weights, angles
@@ -65,7 +67,7 @@ def test_latent_rows_match_spec(is_interleaved: bool, name: str, language: str) 
     queries, pools = checked(
         sizes, run(language, "latent_rows", given, "float32", is_interleaved=is_interleaved)
     )
-    want, wanted_pools = specified(sizes, given | {"kv_b": np.zeros(())}, is_interleaved)
+    want, wanted_pools = specified(sizes, given, is_interleaved)
     np.testing.assert_allclose(pools, wanted_pools, rtol=1e-5, atol=1e-5)
     if queries is not None:
         np.testing.assert_allclose(queries, want, rtol=1e-5, atol=1e-5)
@@ -79,7 +81,7 @@ def test_latent_rows_bits_equal_in_languages(name: str, monkeypatch: pytest.Monk
     for got in found:
         for one, other in zip(got, found[0], strict=True):
             np.testing.assert_array_equal(one, other)
-    _, want = specified(SIZES[name], given | {"kv_b": np.zeros(())}, True)
+    _, want = specified(SIZES[name], given, True)
     np.testing.assert_allclose(found[0][-1], want, rtol=2**-7, atol=1e-6)  # rounded once
 
 

@@ -38,7 +38,7 @@ def plain_form(case: LatentCase) -> np.ndarray:
     q = np.concatenate([q[..., : config.nope_size], rotated], axis=-1)
     cached = write(case.pool[LAYER, 0], *where, latents[:, None])[..., 0, :]
     latent, rope = np.split(cached, [config.latent_rank], axis=-1)
-    projected = np.einsum("pnc,hwc->pnhw", latent, weights.kv_b)
+    projected = np.einsum("pnc,hwc->pnhw", latent, spec.of_heads(weights.kv_b.values, config))
     keys, values = np.split(projected, [config.nope_size], axis=-1)
     shared_key = np.broadcast_to(rope[:, :, None], (*keys.shape[:3], config.rope_size))
     k = np.concatenate([keys, shared_key], axis=-1)
@@ -79,7 +79,7 @@ def test_cached_row_is_independent_of_heads() -> None:
         case,
         config=case.config.local(2),
         inputs=case.inputs[:, 2 * (case.config.nope_size + case.config.rope_size) :],
-        weights=replace(case.weights, kv_b=case.weights.kv_b[2:]),
+        weights=replace(case.weights, kv_b=case.weights.kv_b.rows(2 * case.config.head_rows)),
     )
     (whole, pages), (half, same_pages) = case.specified(), halved.specified()
     np.testing.assert_array_equal(pages, same_pages)

@@ -22,13 +22,13 @@ from shared.spec.reduction_order import LATENT_ATTENTION, SQUARES
 class LatentWeights(NamedTuple):
     """Weights of a layer between its input and output projections; as in the specification.
 
-    Norms and `kv_b` are of one layer, or stacked in the order of the layers' pools.
+    Norms are of one layer, or stacked in the order of the layers' pools.
     """
 
     latent_norm: Float[jax.Array, "*L r"]
     query_norm: Float[jax.Array, "*L rq"] | None
     queries: Matrix | None
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"]
+    kv_b: Matrix
 
 
 def latent_attention(
@@ -47,15 +47,14 @@ def latent_attention(
     if weights.queries is not None:
         query = linear.product(query, weights.queries)
     out = attend_latent(
-        latent_queries(query, config, weights.kv_b, layer, angles),
+        latent_queries(query, config, weights.kv_b, angles),
         pools,
         layer,
         rows,
         config.scale,
         config.latent_rank,
     )
-    out = value_heads(out, weights.kv_b, layer, config.nope_size)
-    return out.reshape(len(inputs), -1), pools
+    return value_heads(out, config, weights.kv_b).reshape(len(inputs), -1), pools
 
 
 def plain_latent_rows(
@@ -79,9 +78,9 @@ def plain_latent_rows(
     if weights.query_norm is None:
         query = inputs
     else:
-        norm = _of_layer(weights.query_norm, layer, 1)
+        norm = _of_layer(weights.query_norm, layer)
         query = layers.rms_norm(query, norm, config.latent_eps)
-    norm = _of_layer(weights.latent_norm, layer, 1)
+    norm = _of_layer(weights.latent_norm, layer)
     latent = layers.rms_norm(latent, norm, config.latent_eps)
     key = rotate(key[:, None], config, angles)
     pool, num_pages = pools.reshape(-1, *pools.shape[3:]), pools.shape[2]
@@ -126,15 +125,14 @@ latent_rows = kernel_or_reference(kernel_latent_rows, plain_latent_rows)
 def plain_latent_queries(
     query: Float[jax.Array, "R columns"],
     config: LatentAttentionConfig,
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
-    layer: Place,
+    kv_b: Matrix,
     angles: Angles,
 ) -> Float[jax.Array, "R Hq r_dr"]:
     """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
-    size = config.nope_size + config.rope_size
-    q = query[:, : kv_b.shape[-3] * size].reshape(len(query), -1, size)
+    size, heads = config.nope_size + config.rope_size, kv_b.num_outputs // config.head_rows
+    q = query[:, : heads * size].reshape(len(query), heads, size)
     nope, rope = q[..., : config.nope_size], q[..., config.nope_size :]
-    parts = absorb_queries(nope, kv_b, layer), rotate(rope, config, angles)
+    parts = absorb_queries(nope, config, kv_b), rotate(rope, config, angles)
     return jnp.concatenate(parts, axis=2)
 
 
@@ -142,12 +140,11 @@ def kernel_latent_queries(
     kernels: Kernels,
     query: Float[jax.Array, "R columns"],
     config: LatentAttentionConfig,
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
-    layer: Place,
+    kv_b: Matrix,
     angles: Angles,
 ) -> Float[jax.Array, "R Hq r_dr"]:
-    sizes = {"item_bytes": query.dtype.itemsize, "rows": len(query), "heads": kv_b.shape[-3]}
-    stack, place = _stacked(kv_b, layer)
+    stack, place = _stacked(kv_b, config)
+    sizes = {"item_bytes": query.dtype.itemsize, "rows": len(query), "heads": stack.shape[1]}
     return kernels.head_product.latent_queries(
         query,
         angles.cos,
@@ -171,34 +168,36 @@ def rotate(
     return apply(x, angles.cos, angles.sin)
 
 
+def of_heads(
+    x: Float[jax.Array, "outputs inputs"], config: LatentAttentionConfig
+) -> Float[jax.Array, "Hq dn_dv inputs"]:
+    """Returns the outputs of `kv_b` by head, of which a TP rank has some."""
+    return x.reshape(-1, config.head_rows, x.shape[1])
+
+
 def absorb_queries(
-    q: Float[jax.Array, "R Hq dn"], kv_b: Float[jax.Array, "*L Hq dn_dv r"], layer: Place
+    q: Float[jax.Array, "R Hq dn"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[jax.Array, "R Hq r"]:
     """Multiplies each head's query with its key rows."""
-    return _by_head(q, _of_layer(kv_b, layer, 3)[:, : q.shape[2]].swapaxes(1, 2))
+    keys = of_heads(kv_b.alone.values, config)[:, : config.nope_size]
+    return _by_head(q, keys.swapaxes(1, 2)).astype(q.dtype)
 
 
 def plain_value_heads(
-    x: Float[jax.Array, "R Hq r"],
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
-    layer: Place,
-    nope_size: int,
+    x: Float[jax.Array, "R Hq r"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[jax.Array, "R Hq dv"]:
-    """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
-    return _by_head(x, _of_layer(kv_b, layer, 3)[:, nope_size:])
+    """Multiplies each head's mean latent with its value rows."""
+    values = of_heads(kv_b.alone.values, config)[:, config.nope_size :]
+    return _by_head(x, values).astype(x.dtype)
 
 
 def kernel_value_heads(
-    kernels: Kernels,
-    x: Float[jax.Array, "R Hq r"],
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"],
-    layer: Place,
-    nope_size: int,
+    kernels: Kernels, x: Float[jax.Array, "R Hq r"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[jax.Array, "R Hq dv"]:
     sizes = {"item_bytes": x.dtype.itemsize, "rows": len(x), "heads": x.shape[1]}
-    tiles = kernels.tiles.head_product.of(**sizes, outputs=kv_b.shape[-2] - nope_size)
-    stack, place = _stacked(kv_b, layer)
-    return kernels.head_product.value_heads(x, stack, place, nope_size, tiles=tiles)
+    tiles = kernels.tiles.head_product.of(**sizes, outputs=config.value_size)
+    stack, place = _stacked(kv_b, config)
+    return kernels.head_product.value_heads(x, stack, place, config.nope_size, tiles=tiles)
 
 
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
@@ -262,14 +261,12 @@ def _by_head(
     """Multiplies the rows of each head with its own weight, in float32."""
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     out = lax.dot_general(x, weight, (((2,), (2,)), ((1,), (0,))), **options)  # [H, R, outputs]
-    return out.swapaxes(0, 1).astype(x.dtype)
+    return out.swapaxes(0, 1)
 
 
-def _of_layer(
-    stack: Float[jax.Array, "..."], layer: Place, num_axes: int
-) -> Float[jax.Array, "..."]:
-    """Returns the array of a layer from a stack, or the array itself if it has `num_axes` axes."""
-    return stack[layer] if stack.ndim > num_axes else stack
+def _of_layer(norm: Float[jax.Array, "*L size"], layer: Place) -> Float[jax.Array, " size"]:
+    """Returns the norm of a layer, which may be stacked."""
+    return norm[layer] if norm.ndim > 1 else norm
 
 
 def _in_stack(
@@ -282,7 +279,9 @@ def _in_stack(
 
 
 def _stacked(
-    kv_b: Float[jax.Array, "*L Hq dn_dv r"], layer: Place
+    kv_b: Matrix, config: LatentAttentionConfig
 ) -> tuple[Float[jax.Array, "L Hq dn_dv r"], Int[jax.Array, " 1"]]:
     """Returns weights in the form of kernels: a stack (possibly of one) and the index in it."""
-    return (kv_b[None], operand(0)) if kv_b.ndim == 3 else (kv_b, operand(layer))
+    heads = kv_b.num_outputs // config.head_rows
+    stack = kv_b.values.reshape(-1, heads, config.head_rows, kv_b.values.shape[-1])
+    return stack, operand(0 if kv_b.layer is None else kv_b.layer)

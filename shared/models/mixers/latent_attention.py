@@ -55,6 +55,11 @@ class LatentAttentionConfig:
         return self.latent_rank + self.rope_size
 
     @property
+    def head_rows(self) -> int:
+        """Rows of `kv_b` of a head: key rows, then value rows."""
+        return self.nope_size + self.value_size
+
+    @property
     def query_size(self) -> int:
         """Elements in the queries of a token in absorbed form."""
         return self.num_heads * self.head_size
@@ -98,7 +103,7 @@ class LatentAttentionConfig:
     ) -> list[Parameter]:
         """Returns the stacks of some layers.
 
-        `kv_b` has the rows of each head together, keys first: `[heads, nope + value, latent]`.
+        `kv_b` has the rows of each head together, keys first.
 
         Args:
           prefix: Prefix of the parameter names.
@@ -107,12 +112,11 @@ class LatentAttentionConfig:
         """
         hidden, keys, values = settings.hidden, self.nope_size + self.rope_size, self.value_size
         inputs, cut = self._inputs(settings.inputs)
-        heads = (self.num_heads, self.nope_size + values, self.latent_rank)
-        kv_b = {"self_attn.kv_b_proj.weight": (heads[0] * heads[1], heads[2])}
-        by_heads = {"sections": (ShardedRange(self.num_heads),), "axis": -3}
+        heads = ShardedRange(self.num_heads * self.head_rows, self.head_rows)
+        kv_b = {"self_attn.kv_b_proj.weight": (heads.size, self.latent_rank)}
         out = {"self_attn.o_proj.weight": (hidden, self.num_heads * values)}
         columns, centre = (ShardedRange(hidden),), settings.norm_centre
-        stored = stack(f"{prefix}kv_b", layers, kv_b, shape=heads, **by_heads)
+        stored = stack(f"{prefix}kv_b", layers, kv_b, sections=(heads,))
         tensors = [
             stack(f"{prefix}inputs", layers, inputs, sections=cut),
             replace(stored, is_dequantized=True),

@@ -25,7 +25,7 @@ class LatentWeights:
     latent_norm: Float[Tensor, " r"]
     query_norm: Float[Tensor, " rq"] | None
     queries: Matrix | None
-    kv_b: Float[Tensor, "Hq dn_dv r"]
+    kv_b: Matrix
 
 
 def latent_attention(
@@ -49,7 +49,7 @@ def latent_attention(
         config.scale,
         config.latent_rank,
     )
-    return value_heads(out, weights.kv_b, config.nope_size).flatten(1)
+    return value_heads(out, config, weights.kv_b).flatten(1)
 
 
 def plain_latent_rows(
@@ -114,29 +114,31 @@ latent_rows = kernel_or_reference(kernel_latent_rows, plain_latent_rows)
 def plain_latent_queries(
     query: Float[Tensor, "R columns"],
     config: LatentAttentionConfig,
-    kv_b: Float[Tensor, "Hq dn_dv r"],
+    kv_b: Matrix,
     angles: Angles,
 ) -> Float[Tensor, "R Hq r_dr"]:
     """Computes the queries in absorbed form: `[q W_UK | rotated rope part]` of each head."""
     sizes = [config.nope_size, config.rope_size]
-    heads = query[:, : len(kv_b) * sum(sizes)].unflatten(1, (-1, sum(sizes)))
-    nope, rope = heads.split(sizes, dim=2)
-    return torch.cat([absorb_queries(nope, kv_b), rotate(rope, config, angles)], dim=2)
+    heads = kv_b.num_outputs // config.head_rows
+    q = query[:, : heads * sum(sizes)].unflatten(1, (heads, sum(sizes)))
+    nope, rope = q.split(sizes, dim=2)
+    return torch.cat([absorb_queries(nope, config, kv_b), rotate(rope, config, angles)], dim=2)
 
 
 def kernel_latent_queries(
     kernels: Kernels,
     query: Float[Tensor, "R columns"],
     config: LatentAttentionConfig,
-    kv_b: Float[Tensor, "Hq dn_dv r"],
+    kv_b: Matrix,
     angles: Angles,
 ) -> Float[Tensor, "R Hq r_dr"]:
-    sizes = {"item_bytes": query.element_size(), "rows": len(query), "heads": len(kv_b)}
+    weight = of_heads(kv_b.values, config)
+    sizes = {"item_bytes": query.element_size(), "rows": len(query), "heads": len(weight)}
     return kernels.head_product.latent_queries(
         query,
         angles.cos,
         angles.sin,
-        kv_b,
+        weight,
         config.nope_size,
         is_interleaved=config.rotary.interleaved,
         tiles=kernels.tiles.head_product.of(**sizes, outputs=config.latent_rank),
@@ -154,29 +156,36 @@ def rotate(
     return apply(x, angles.cos, angles.sin)
 
 
+def of_heads(
+    x: Float[Tensor, "outputs inputs"], config: LatentAttentionConfig
+) -> Float[Tensor, "Hq dn_dv inputs"]:
+    """Returns the outputs of `kv_b` by head, of which a TP rank has some."""
+    return x.unflatten(0, (-1, config.head_rows))
+
+
 def absorb_queries(
-    q: Float[Tensor, "R Hq dn"], kv_b: Float[Tensor, "Hq dn_dv r"]
+    q: Float[Tensor, "R Hq dn"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[Tensor, "R Hq r"]:
     """Multiplies each head's query with its key rows."""
-    return torch.bmm(q.transpose(0, 1), kv_b[:, : q.shape[2]]).transpose(0, 1)
+    keys = of_heads(kv_b.values, config)[:, : config.nope_size]
+    return torch.bmm(q.transpose(0, 1), keys).transpose(0, 1)
 
 
 def plain_value_heads(
-    x: Float[Tensor, "R Hq r"], kv_b: Float[Tensor, "Hq dn_dv r"], nope_size: int
+    x: Float[Tensor, "R Hq r"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[Tensor, "R Hq dv"]:
-    """Multiplies each head's mean latent with its value rows, which follow `nope_size` key rows."""
-    return torch.bmm(x.transpose(0, 1), kv_b[:, nope_size:].mT).transpose(0, 1)
+    """Multiplies each head's mean latent with its value rows."""
+    values = of_heads(kv_b.values, config)[:, config.nope_size :]
+    return torch.bmm(x.transpose(0, 1), values.mT).transpose(0, 1)
 
 
 def kernel_value_heads(
-    kernels: Kernels,
-    x: Float[Tensor, "R Hq r"],
-    kv_b: Float[Tensor, "Hq dn_dv r"],
-    nope_size: int,
+    kernels: Kernels, x: Float[Tensor, "R Hq r"], config: LatentAttentionConfig, kv_b: Matrix
 ) -> Float[Tensor, "R Hq dv"]:
     sizes = {"item_bytes": x.element_size(), "rows": len(x), "heads": x.shape[1]}
-    tiles = kernels.tiles.head_product.of(**sizes, outputs=kv_b.shape[1] - nope_size)
-    return kernels.head_product.value_heads(x, kv_b, nope_size, tiles=tiles)
+    tiles = kernels.tiles.head_product.of(**sizes, outputs=config.value_size)
+    weight = of_heads(kv_b.values, config)
+    return kernels.head_product.value_heads(x, weight, config.nope_size, tiles=tiles)
 
 
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)

@@ -72,7 +72,7 @@ def _case(config: LatentAttentionConfig, rows: AttentionRows, seed: int) -> Late
         latent_norm=1 + drawn(config.latent_rank) / 4,
         query_norm=None if rank is None else 1 + drawn(rank) / 4,
         queries=None if rank is None else Matrix.plain(drawn(heads * size, rank) / rank**0.5),
-        kv_b=drawn(heads, config.nope_size + config.value_size, config.latent_rank) / 4,
+        kv_b=Matrix.plain(drawn(heads * config.head_rows, config.latent_rank) / 4),
     )
     angle = rows.positions[:, None] * 0.5 ** np.arange(config.rope_size // 2)
     return LatentCase(

@@ -7,6 +7,7 @@ import numpy as np
 from shared.spec import attention
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
+from shared.spec.linear import Matrix
 from tests.support.cases.attention.attention_layer import AttentionRows
 from tests.support.latent_sizes import DEEPSEEK, EVEN, GLM, ODD, LatentSizes
 from tests.support.op_case import Arguments, OpCase
@@ -32,7 +33,7 @@ def arguments_of(seed: int, *, sizes: LatentSizes, requests: int, count: int) ->
             latent_norm=_norm(rng, sizes.rank),
             query_norm=None if sizes.query_rank is None else _norm(rng, sizes.query_rank),
             queries=None,
-            kv_b=np.zeros((1, 1, 1), np.float32),
+            kv_b=Matrix.plain(np.zeros((1, 1), np.float32)),
         ),
         "angles": Angles(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)),
         "rows": AttentionRows(

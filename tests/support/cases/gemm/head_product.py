@@ -6,6 +6,7 @@ import numpy as np
 
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
+from shared.spec.linear import Matrix
 from tests.support.latent_sizes import DEEPSEEK, DEEPSEEK_RANK, EVEN, GLM, ODD, LatentSizes
 from tests.support.op_case import Arguments, OpCase
 
@@ -18,7 +19,6 @@ def query_arguments(seed: int, *, sizes: LatentSizes, R: int) -> Arguments:
         "query": rng.standard_normal((R, sizes.query_columns), np.float32),
         "config": sizes.config(),
         "kv_b": _weights(rng, sizes),
-        "layer": 0,
         "angles": Angles(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)),
     }
 
@@ -28,15 +28,14 @@ def value_arguments(seed: int, *, sizes: LatentSizes, R: int) -> Arguments:
     rng = np.random.default_rng(seed)
     return {
         "x": rng.standard_normal((R, sizes.heads, sizes.rank), np.float32),
+        "config": sizes.config(),
         "kv_b": _weights(rng, sizes),
-        "layer": 0,
-        "nope_size": sizes.nope,
     }
 
 
-def _weights(rng: np.random.Generator, sizes: LatentSizes) -> np.ndarray:
-    shape = (sizes.heads, sizes.nope + sizes.value, sizes.rank)
-    return rng.standard_normal(shape, np.float32) / 16
+def _weights(rng: np.random.Generator, sizes: LatentSizes) -> Matrix:
+    shape = (sizes.heads * (sizes.nope + sizes.value), sizes.rank)
+    return Matrix.plain(rng.standard_normal(shape, np.float32) / 16)
 
 
 def _specified_queries(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
@@ -46,12 +45,13 @@ def _specified_queries(arguments: Arguments, rows: np.ndarray) -> list[np.ndarra
 
 
 def _specified_values(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
-    return [spec.value_heads(arguments["x"][rows], arguments["kv_b"], arguments["nope_size"])]
+    return [spec.value_heads(arguments["x"][rows], arguments["config"], arguments["kv_b"])]
 
 
 def _query_bytes(arguments: Arguments, item_bytes: int) -> int:
     """Query heads, W_UK, angles and results."""
-    config, R, heads = arguments["config"], len(arguments["query"]), len(arguments["kv_b"])
+    config, R = arguments["config"], len(arguments["query"])
+    heads = config.num_heads
     row = heads * (config.nope_size + config.rope_size + config.head_size)
     weights = heads * config.nope_size * config.latent_rank
     return item_bytes * (R * row + weights) + 4 * R * config.rope_size
@@ -59,8 +59,9 @@ def _query_bytes(arguments: Arguments, item_bytes: int) -> int:
 
 def _value_bytes(arguments: Arguments, item_bytes: int) -> int:
     """Attention outputs, W_UV and results."""
-    x, values = arguments["x"], arguments["kv_b"][:, arguments["nope_size"] :]
-    return item_bytes * (x.size + values.size + x[..., 0].size * values.shape[1])
+    x, config = arguments["x"], arguments["config"]
+    values = config.num_heads * config.value_size
+    return item_bytes * (x.size + values * config.latent_rank + len(x) * values)
 
 
 def _queries(name: str, sizes: LatentSizes, R: int, dtype: str) -> OpCase:
