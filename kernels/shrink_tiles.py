@@ -41,7 +41,7 @@ class ShrinkTiles:
         if R <= _SPLIT_ROWS:
             rows = min(64, max(16, 1 << (R - 1).bit_length()))
             return cls(rows, 16, _DEPTH, chunks, 1, warps=4, stages=5)
-        return cls(64, _block(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
+        return cls(64, block_of_ranks(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
 
     @classmethod
     def of_experts(cls, slots: int, ranks: int, K: int, order: ShrinkOrder) -> "ShrinkTiles":
@@ -49,11 +49,11 @@ class ShrinkTiles:
         chunks = -(-K // order.chunk)
         if slots <= 16:
             return cls(slots, 16, _DEPTH, chunks, 1, warps=4, stages=4)
-        return cls(slots, _block(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
+        return cls(slots, block_of_ranks(ranks), _DEPTH, 1, chunks, warps=4, stages=3)
 
 
-def _block(ranks: int) -> int:
-    """Returns the rows of A of a program for many rows."""
+def block_of_ranks(ranks: int) -> int:
+    """Returns the ranks that a program for many rows computes at once."""
     return 64 if ranks % 64 == 0 else 32 if ranks % 32 == 0 else 16
 
 

@@ -95,7 +95,8 @@ def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
             yield model, "NEXTN", ()
         if model == SHAPES / "qwen3-8b-fp8":  # the others have experts or gated-delta layers
             yield model, PLAIN, ("--fp8-activations",)
-        if model.name in ("qwen3.5-9b", "qwen3.5-35b-a3b-fp8"):  # gated-delta layers, experts
+        # Gated-delta layers, experts and latent attention.
+        if model.name in ("qwen3.5-9b", "qwen3.5-35b-a3b-fp8", "glm-4.7-flash"):
             yield model, PLAIN, ADAPTERS
         if model == DEMO / "vlm":
             continue

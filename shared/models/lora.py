@@ -33,6 +33,8 @@ ROOT = "base_model.model."
 """Prefix that peft adds to the tensor names of the base model."""
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+KV_B = "kv_b"
+"""Last name of the weights of heads in latent attention, for which DoRA is not supported."""
 BASE_LAYER = ".base_layer"
 """Suffix of the inner one of two adapted parameters of a module."""
 
@@ -157,8 +159,14 @@ class Adapter:
 
     def _found(self, parameter: Parameter) -> Iterator[tuple[Module, str]]:
         """Yields the adapted modules of a parameter with their names in the file."""
+        is_kv_b = parameter.name.rpartition(".")[2] == KV_B
         for module in modules(parameter):
             if (stored := self._modules.get(module.name)) is not None:
+                if is_kv_b and self.config.use_dora:
+                    raise CheckpointError(
+                        f"adapter {self.folder} adapts {stored}, which is not supported with "
+                        "DoRA; train it without kv_b_proj, or merge the adapter"
+                    )
                 self._check(module.tensor, stored)
                 yield module, stored
         if len(parameter.shape) == 4:

@@ -23,7 +23,7 @@ RANK_ALIGNMENT = 16
 WEIGHT = ".weight"
 MATRICES = (
     *("inputs", "out", "queries", "gate_up", "down", "router", "shared_gate_up", "shared_down"),
-    *("latent_in", "latent_out", "parallel_gate_up", "parallel_down", "fc"),
+    *("kv_b", "latent_in", "latent_out", "parallel_gate_up", "parallel_down", "fc"),
 )
 """Last names of parameters that may have adapters."""
 

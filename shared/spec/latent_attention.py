@@ -6,10 +6,16 @@ all heads. A head's key is `[W_UK latent | rope key]` and its value `W_UV latent
 multi-query attention, with the first columns of the keys as values. Every row takes this form,
 in prefill, decode and verify, so that its bits do not depend on the kind of step.
 
+With an adapter `s B A` of `kv_b`, a head's products continue over further inputs as those of other
+weights do (`shared.spec.lora`), where B_UK and B_UV are the rows of B of the head:
+
+    q W_UK:  a = round(s * (q B_UK)),  then + a A
+    W_UV x:  a = round(s * (A x)),     then + B_UV a
+
 Source: DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -19,6 +25,7 @@ from shared.spec import layers, linear
 from shared.spec.attention import AttentionRows, attend, write
 from shared.spec.attention_layer import Angles
 from shared.spec.linear import Matrix
+from shared.spec.lora import RowAdapters, adapted
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,8 @@ def absorb_queries(
 ) -> Float[np.ndarray, "R Hq r"]:
     """Multiplies each head's query with its key rows: `q_h W_UK_h`, a sum over dn."""
     keys = of_heads(kv_b.values, config)[:, : config.nope_size]
-    return np.einsum("rhn,hnc->rhc", q, keys, optimize=True)
+    out = np.einsum("rhn,hnc->rhc", q, keys, optimize=True)
+    return out if kv_b.lora is None else _adapted(out, q, config, kv_b.lora, is_key=True)
 
 
 def value_heads(
@@ -147,7 +155,46 @@ def value_heads(
       config, kv_b: See `latent_attention`.
     """
     values = of_heads(kv_b.values, config)[:, config.nope_size :]
-    return np.einsum("rhc,hvc->rhv", x, values, optimize=True)
+    out = np.einsum("rhc,hvc->rhv", x, values, optimize=True)
+    return out if kv_b.lora is None else _adapted(out, x, config, kv_b.lora, is_key=False)
+
+
+def _adapted(
+    acc: Float[np.ndarray, "R Hq outputs"],
+    x: Float[np.ndarray, "R Hq inputs"],
+    config: LatentAttentionConfig,
+    operand: RowAdapters,
+    is_key: bool,
+) -> Float[np.ndarray, "R Hq outputs"]:
+    """Continues the products of each row that has an adapter."""
+    out = np.copy(acc)  # in the same memory order, on which bits of products depend
+    for head in range(acc.shape[1]):
+        own = of_head(operand, config, head, is_key)
+        out[:, head] = adapted(acc[:, head], x[:, head], own)
+    return out
+
+
+def of_head(
+    operand: RowAdapters, config: LatentAttentionConfig, head: int, is_key: bool
+) -> RowAdapters:
+    """Returns the adapters of a head's product as those of a weight `[outputs, inputs]`.
+
+    Factors are 1, as DoRA is not supported for `kv_b`.
+
+    Args:
+      operand: Adapters of `kv_b`.
+      config: Config of the layer.
+      head: The head.
+      is_key: True for the product with the key rows, of which A is B_UK^T and B is A^T.
+    """
+    own, first = operand.weights, head * config.head_rows
+    end, middle = first + config.head_rows, first + config.nope_size
+    a, b = own.a, own.b[:, middle:end]
+    if is_key:
+        a, b = own.b[:, first:middle].swapaxes(1, 2), own.a.swapaxes(1, 2)
+    factors = np.ones(b.shape[:2], np.float32)
+    weights = replace(own, a=a, b=b, factors=factors, parts=(b.shape[1],))
+    return replace(operand, weights=weights)
 
 
 def attend_latent(

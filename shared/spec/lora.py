@@ -12,7 +12,8 @@ A weight that concatenates several modules, such as q, k and v, has parts: outpu
 rows of A. The `A` of all parts are one product, and each output reads the `a` of its own part. This
 equals a block-diagonal `B` without its zeros.
 
-Kernels accumulate `A x` by chunks of the inputs (`reduction_order.ShrinkOrder`).
+Kernels accumulate `A x` by chunks of the inputs (`reduction_order.ShrinkOrder`); those of the
+products over heads (`latent_attention`) in one chain.
 
 Only the row's own adapter is read. Adding zeros for the others would turn -0 into +0 and spread
 their NaN. A row without an adapter keeps the bits of the plain accumulation. With tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,9 @@ from tests.support.lora_files import (
     write_merged,
 )
 
-BASE = Path(__file__).parents[1] / "golden" / "qwen3_5_dense"
+GOLDEN = Path(__file__).parents[1] / "golden"
+BASES = ("qwen3_5_dense", "deepseek_v3")
+"""Golden folders of hybrid layers and of latent attention."""
 BATCH, STEPS = 3, 4
 SHAPES = {
     "chain": TreeShape.chain(3, BATCH),
@@ -38,16 +40,19 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Adapters of the MTP layer alone and of all layers, and the checkpoints with them merged."""
-    folder = tmp_path_factory.mktemp("mtp")
-    modules = module_names(BASE, parameters(config_from_folder(BASE), True))
-    chosen = {"mtp": [name for name in modules if name.startswith("mtp.")], "all": modules}
+    base, folder = GOLDEN / request.param, tmp_path_factory.mktemp("mtp")
+    config = config_from_folder(base)
+    modules, target = (module_names(base, parameters(config, x)) for x in (True, False))
+    chosen = {"mtp": [name for name in modules if name not in target], "all": modules}
     assert 0 < len(chosen["mtp"]) < len(modules)
-    found = {"": BASE}
+    found = {"": base}
     for seed, (name, some) in enumerate(chosen.items()):
-        found[name] = write_adapter(folder / name, BASE, some, seed=seed, alpha=9)
-        found[f"merged {name}"] = write_merged(folder / f"m{name}", BASE, found[name])
+        found[name] = write_adapter(folder / name, base, some, seed=seed, alpha=9)
+        found[f"merged {name}"] = write_merged(folder / f"m{name}", base, found[name])
     return found
 
 
@@ -104,22 +109,24 @@ def drafted(backend: Backend, shape: TreeShape, slots: tuple[int, ...]) -> np.nd
     return np.concatenate(rows, axis=1)
 
 
-@pytest.mark.parametrize(
-    ("framework", "kind"),
-    [
-        *((framework, kind) for framework in ("reference", "torch") for kind in SHAPES),
-        ("torch ranks 2", "chain"),
-        ("jax", "chain"),
-        pytest.param("jax", "tree", marks=pytest.mark.matrix),
-    ],
-)
+def cells() -> Iterator[object]:
+    """Yields models, frameworks and shapes; JAX compiles the programs of one cell by default."""
+    cells = [(x, kind) for x in ("reference", "torch", "jax") for kind in SHAPES]
+    for base in BASES:
+        for framework, kind in [*cells, ("torch ranks 2", "chain")]:
+            is_quick = framework != "jax" or (base, kind) == (BASES[0], "chain")
+            marks = () if is_quick else pytest.mark.matrix
+            yield pytest.param(base, framework, kind, marks=marks)
+
+
+@pytest.mark.parametrize(("folders", "framework", "kind"), [*cells()], indirect=["folders"])
 def test_adapted_mtp_drafts_equal_merged_checkpoint(
     framework: str, kind: str, folders: dict[str, Path]
 ) -> None:
     """Every row has the drafts of its own adapter, whatever the other rows have."""
     shape = SHAPES[kind]
     adapters = {name: folders[name] for name in ("mtp", "all")}
-    backend = backend_of(framework, shape, BASE, adapters)
+    backend = backend_of(framework, shape, folders[""], adapters)
     got = drafted(backend, shape, (0, 1, 2))
     backend.close()
     for row, name in enumerate(("", "merged mtp", "merged all")):

@@ -1,11 +1,15 @@
 """Kernels of the products per head of latent attention: on a GPU, or interpreted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shared.spec import latent_attention as spec
 from shared.spec.attention_layer import Angles
 from shared.spec.linear import Matrix
+from tests.support.cases.gemm.head_product import row_adapters
+from tests.support.cases.gemm.lora import in_turn
 from tests.support.kernels import KERNELS, ON_GPU, in_languages, share_arithmetic
 from tests.support.latent_kernels import (
     SIZES,
@@ -40,7 +44,7 @@ if ON_GPU:
 
 
 def specified(function: str, sizes: LatentSizes, given: Arguments, **how: bool) -> np.ndarray:
-    kv_b = Matrix.plain(given["kv_b"].reshape(-1, sizes.rank))
+    kv_b = replace(Matrix.plain(given["kv_b"].reshape(-1, sizes.rank)), lora=given.get("lora"))
     if function == "value_heads":
         return spec.value_heads(given["x"], sizes.config(), kv_b)
     q = given["q"][:, : sizes.heads * (sizes.nope + sizes.rope)]
@@ -128,6 +132,71 @@ def test_head_product_bits_independent_of_rows_and_heads(
     _, part = head_slice(function, sizes, given, heads)
     (got,) = run(language, function, part, "bfloat16", **how)
     np.testing.assert_array_equal(got, want[:, heads])
+
+
+@each_call
+@each_function
+@pytest.mark.parametrize("rank", [16, pytest.param(48, marks=pytest.mark.matrix)])
+def test_adapted_head_product_matches_spec(
+    rank: int, name: str, function: str, language: str
+) -> None:
+    sizes, how = SIZES[name], INTERLEAVED[function]
+    given = ARGUMENTS[function](sizes, 19)
+    slots = in_turn(19, 3)
+    given |= {"lora": row_adapters(sizes.config(), slots, num=3, rank=rank)}
+    (got,) = run(language, function, given, "float32", tiles=product_tiles(), **how)
+    want = specified(function, sizes, given, **how)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)  # order of the sums
+    lora = given["lora"]
+    turned = given | {"lora": replace(lora, slots=np.roll(lora.slots, 1))}
+    changed = np.abs(specified(function, sizes, turned, **how) - want).max(axis=(1, 2))
+    assert changed[lora.slots != turned["lora"].slots].min() > 0.1
+
+
+@each_function
+@each_size
+def test_adapted_head_product_bits_equal_in_languages(
+    name: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    given, how = ARGUMENTS[function](SIZES[name], 21), INTERLEAVED[function]
+    config, slots = SIZES[name].config(), in_turn(21, 3)
+    given |= {"lora": row_adapters(config, slots, num=3, rank=16)}
+    (want,), *others = (
+        run(each, function, given, "bfloat16", tiles=product_tiles(**changed), **how)
+        for each in KERNELS
+        for changed in ({}, *(OTHER_TILES if each == "triton" or ON_GPU else ()))
+    )
+    for (got,) in others:
+        np.testing.assert_array_equal(got, want)
+
+
+@each_call
+@each_function
+def test_adapted_head_product_rows_ignore_neighbours(
+    name: str, function: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neighbours have a broken adapter; rows without one keep the plain bits."""
+    share_arithmetic(monkeypatch)
+    sizes, how = SIZES[name], INTERLEAVED[function] | {"tiles": product_tiles(rows=64)}
+    given, broken = ARGUMENTS[function](sizes, 21), 2
+    lora = row_adapters(sizes.config(), in_turn(21, 3), num=3, rank=16)
+    b = lora.weights.b.copy()
+    b[broken - 1] *= 1e30
+    b[broken - 1, :, 0] = np.nan
+    many = given | {"lora": replace(lora, weights=replace(lora.weights, b=b))}
+    (got,) = run(language, function, many, "bfloat16", **how)
+    (plain,) = run(language, function, given, "bfloat16", **how)
+    np.testing.assert_array_equal(got[lora.slots == 0], plain[lora.slots == 0])
+    assert np.isnan(got[lora.slots == broken]).any(axis=(1, 2)).all()
+    for row in (0, 2, 3):
+        at = slice(row, row + 1)
+        alone = given | {"lora": replace(lora, slots=lora.slots[at])}
+        alone |= {each: given[each][at].copy() for each in {"q", "x", "cos", "sin"} & given.keys()}
+        (one,) = run(language, function, alone, "bfloat16", **how)
+        assert lora.slots[row] != broken
+        np.testing.assert_array_equal(one[0], got[row])
+        assert (one[0] != plain[row]).any() == (lora.slots[row] > 0)
 
 
 @each_language

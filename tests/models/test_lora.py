@@ -233,6 +233,13 @@ def test_adapter_of_transposed_experts_raises(tmp_path: Path) -> None:
         checked(folder, base)
 
 
+def test_dora_of_kv_b_proj_raises(tmp_path: Path) -> None:
+    base, module = GOLDEN / "deepseek_v3", "model.layers.0.self_attn.kv_b_proj"
+    folder = write_adapter(tmp_path, base, [module], use_dora=True)
+    with pytest.raises(CheckpointError, match="kv_b_proj, which is not supported with DoRA"):
+        checked(folder, base)
+
+
 def test_missing_adapter_file_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no adapter_config.json"):
         Adapter(tmp_path)

@@ -17,6 +17,7 @@ import torch
 from jax_impl import ops as jax_ops
 from jax_impl.ops.attention import latent_attention as jax_latent
 from kernels.latent_tiles import HeadProductTiles
+from shared.spec.lora import RowAdapters
 from shared.spec.reduction_order import SQUARES
 from tests.support.implementations import to_jax
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, bind_kernels
@@ -108,6 +109,10 @@ def _in_triton(call: partial, given: Arguments, dtype: str) -> list[np.ndarray]:
     arrays = {k: torch.tensor(x, device=device) for k, x in given.items() if _is_array(x)}
     arrays |= {k: arrays[k].to(getattr(torch, dtype)) for k in HALF if k in arrays}
     others = {k: x for k, x in given.items() if not _is_array(x)}
+    if "lora" in given:
+        slots, a, b, scales = (torch.tensor(x, device=device) for x in _operands(given["lora"]))
+        a, b = (x.to(getattr(torch, dtype)) for x in (a, b))
+        others |= {"lora": KERNELS["triton"]["head_product"].HeadAdapters(slots, a, b, scales)}
     if "pools" in arrays:
         others |= {"layer": LAYER}
         arrays |= {"page_table": arrays["page_table"].long()}  # as a step has it
@@ -124,9 +129,21 @@ def _in_pallas(call: partial, given: Arguments, dtype: str) -> list[np.ndarray]:
     arrays = {k: jnp.asarray(x) for k, x in arrays.items()}
     arrays |= {k: arrays[k].astype(dtype) for k in HALF if k in arrays}
     others = {k: x for k, x in given.items() if not _is_array(x)}
+    if "lora" in given:
+        slots, *stacks = map(jnp.asarray, _operands(others.pop("lora")))
+        nan = [jnp.full_like(x, np.nan) for x in stacks]
+        stacks = [jnp.stack([y, x, y], 1) for x, y in zip(stacks, nan, strict=True)]
+        a, b, scales = stacks[0].astype(dtype), stacks[1].astype(dtype), stacks[2]
+        kind = KERNELS["pallas"]["head_product"].HeadAdapters
+        arrays |= {"lora": kind(slots, jnp.full(1, LAYER, jnp.int32), a, b, scales)}
     program = jax.jit(partial(call, **others, interpret=INTERPRET), compiler_options=AS_WRITTEN)
     found = program(**arrays, layer=jnp.full(1, LAYER, jnp.int32))
     return [np.asarray(x.astype(jnp.float32)) for x in jax.tree.leaves(found)]
+
+
+def _operands(lora: RowAdapters) -> tuple[np.ndarray, ...]:
+    """Returns the arrays that kernels read."""
+    return lora.slots, lora.weights.a, lora.weights.b, lora.weights.scales
 
 
 def _is_array(x: Any) -> bool:

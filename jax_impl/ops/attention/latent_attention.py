@@ -3,7 +3,7 @@
 On a GPU its parts are kernels; see `jax_impl.ops`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax_impl.ops.attention.attention import AttentionRows, attend, write
 from jax_impl.ops.attention.attention_layer import Angles
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.gemm.lora import AdapterWeights, continued
 from shared.models.mixers import LatentAttentionConfig
 from shared.spec.reduction_order import LATENT_ATTENTION, SQUARES
 
@@ -154,6 +155,7 @@ def kernel_latent_queries(
         config.nope_size,
         is_interleaved=config.rotary.interleaved,
         tiles=kernels.tiles.head_product.of(**sizes, outputs=config.latent_rank),
+        lora=_head_adapters(kernels, kv_b),
     )
 
 
@@ -180,7 +182,7 @@ def absorb_queries(
 ) -> Float[jax.Array, "R Hq r"]:
     """Multiplies each head's query with its key rows."""
     keys = of_heads(kv_b.alone.values, config)[:, : config.nope_size]
-    return _by_head(q, keys.swapaxes(1, 2)).astype(q.dtype)
+    return _multiplied(q, keys.swapaxes(1, 2), config, kv_b, is_key=True)
 
 
 def plain_value_heads(
@@ -188,7 +190,7 @@ def plain_value_heads(
 ) -> Float[jax.Array, "R Hq dv"]:
     """Multiplies each head's mean latent with its value rows."""
     values = of_heads(kv_b.alone.values, config)[:, config.nope_size :]
-    return _by_head(x, values).astype(x.dtype)
+    return _multiplied(x, values, config, kv_b, is_key=False)
 
 
 def kernel_value_heads(
@@ -197,7 +199,14 @@ def kernel_value_heads(
     sizes = {"item_bytes": x.dtype.itemsize, "rows": len(x), "heads": x.shape[1]}
     tiles = kernels.tiles.head_product.of(**sizes, outputs=config.value_size)
     stack, place = _stacked(kv_b, config)
-    return kernels.head_product.value_heads(x, stack, place, config.nope_size, tiles=tiles)
+    return kernels.head_product.value_heads(
+        x,
+        stack,
+        place,
+        config.nope_size,
+        tiles=tiles,
+        lora=_head_adapters(kernels, kv_b),
+    )
 
 
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
@@ -253,6 +262,48 @@ def kernel_attend_latent(
 
 
 attend_latent = kernel_or_reference(kernel_attend_latent, plain_attend_latent)
+
+
+def _multiplied(
+    x: Float[jax.Array, "R Hq inputs"],
+    weight: Float[jax.Array, "Hq outputs inputs"],
+    config: LatentAttentionConfig,
+    kv_b: Matrix,
+    is_key: bool,
+) -> Float[jax.Array, "R Hq outputs"]:
+    """Multiplies the rows of each head with its own weight, a part of `kv_b`, and its adapters."""
+    sums, lora = _by_head(x, weight), kv_b.lora
+    if lora is None:
+        return sums.astype(x.dtype)
+    own = lora.alone
+
+    def more(slot: jax.Array) -> jax.Array:
+        a, b = adapter_heads(own, slot, config, is_key)
+        inputs = _by_head(x, a.astype(x.dtype)) * own.scales[slot - 1]
+        return sums + _by_head(inputs.astype(x.dtype), b.astype(x.dtype))
+
+    return continued(sums, lora, more).astype(x.dtype)
+
+
+def adapter_heads(
+    weights: AdapterWeights, slot: Place, config: LatentAttentionConfig, is_key: bool
+) -> tuple[Float[jax.Array, "Hq rank inputs"], Float[jax.Array, "Hq outputs rank"]]:
+    """Returns A and B of each head's product; see `of_head` of the specification."""
+    a, b = weights.a[slot - 1], of_heads(weights.b[slot - 1], config)
+    a = jnp.broadcast_to(a, (len(b), *a.shape))
+    keys, values = b[:, : config.nope_size], b[:, config.nope_size :]
+    return (keys.swapaxes(1, 2), a.swapaxes(1, 2)) if is_key else (a, values)
+
+
+def _head_adapters(kernels: Kernels, kv_b: Matrix) -> Any:
+    """Returns the adapters of the rows in the form of kernels; None without."""
+    if kv_b.lora is None:
+        return None
+    own, layer = kv_b.lora.weights, kv_b.lora.layer
+    if layer is None:
+        own, layer = jax.tree.map(lambda array: array[:, None], own), 0
+    slots = kv_b.lora.slots
+    return kernels.head_product.HeadAdapters(slots, operand(layer), own.a, own.b, own.scales)
 
 
 def _by_head(

@@ -1,6 +1,6 @@
 """LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -120,22 +120,31 @@ def expand(
 def adapted(
     acc: Float32[jax.Array, "R outputs"], x: Float[jax.Array, "R inputs"], operand: RowAdapters
 ) -> Float32[jax.Array, "R outputs"]:
-    """Continues the accumulation of each row that has an adapter.
+    """Continues the accumulation of each row that has an adapter."""
+    own = operand.alone
+    return continued(acc, operand, lambda slot: expand(acc, shrink(x, own, slot), own, slot))
+
+
+def continued(
+    acc: Float32[jax.Array, "R ..."],
+    operand: RowAdapters,
+    more: Callable[[jax.Array], Float32[jax.Array, "R ..."]],
+) -> Float32[jax.Array, "R ..."]:
+    """Returns the accumulations after the adapters; `more` continues them for one adapter.
 
     Each adapter runs over all rows, and other rows keep their sum.
     """
-    weights, slots = operand.alone, operand.slots
+    slots, row = operand.slots, (-1, *[1] * (acc.ndim - 1))
 
     def add(out: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
         is_own = slots == slot
 
-        def continued(out: jax.Array) -> jax.Array:
-            more = expand(acc, shrink(x, weights, slot), weights, slot)
-            return jnp.where(is_own[:, None], more, out)
+        def select(out: jax.Array) -> jax.Array:
+            return jnp.where(is_own.reshape(row), more(slot), out)
 
-        return cond_any(is_own, continued, lambda out: out, out), None
+        return cond_any(is_own, select, lambda out: out, out), None
 
-    out, _ = lax.scan(add, acc, jnp.arange(1, len(weights.a) + 1))
+    out, _ = lax.scan(add, acc, jnp.arange(1, len(operand.weights.a) + 1))
     return out
 
 

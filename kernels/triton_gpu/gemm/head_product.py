@@ -1,8 +1,9 @@
 """Products of rows with the weights of each head in latent attention (Triton).
 
 `kv_b` has the rows of W_UK and then of W_UV of each head. A program computes one tile of rows and
-outputs of a head, and accumulates along the inputs in one chain. The bits of a row depend neither
-on the tiles nor on the number of rows and heads.
+outputs of a head, and accumulates along the inputs in one chain. It continues the chain of a row
+over the row's own LoRA adapter, and computes the inputs `round(s * (A x))` for it. The bits of a
+row depend neither on the tiles nor on the number of rows and heads, nor on other rows' adapters.
 """
 
 from typing import NamedTuple
@@ -10,13 +11,58 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.latent_tiles import HeadProductTiles
+from kernels.shrink_tiles import block_of_ranks
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.rope import store_rotated
+
+
+class HeadAdapters(NamedTuple):
+    """LoRA adapters of the weights of all heads, or pointers to them.
+
+    Attributes:
+      slots: Adapter slot of each row, 0 for none.
+      a, b, scales: Adapters by slot, see `shared.spec.lora.AdapterWeights`; slots may be strided.
+    """
+
+    slots: Int[Tensor, " R"]
+    a: Float[Tensor, "slots rank r"]
+    b: Float[Tensor, "slots Hq_stored rank"]
+    scales: Float32[Tensor, "slots rank"]
+
+    @property
+    def sizes(self) -> "HeadAdapterSizes":
+        """Returns the sizes of the adapters."""
+        rank = self.b.shape[2]
+        return HeadAdapterSizes(
+            slots=len(self.b),
+            rank=rank,
+            width=block_of_ranks(rank),
+            a=self.a.stride(0),
+            b=self.b.stride(0),
+            scales=self.scales.stride(0),
+        )
+
+
+class HeadAdapterSizes(NamedTuple):
+    """Sizes of the adapters, compile-time constants.
+
+    Attributes:
+      slots, rank: Adapter slots, and rank of each.
+      width: Ranks that are added at once.
+      a, b, scales: Elements from a slot to the next.
+    """
+
+    slots: int
+    rank: int
+    width: int
+    a: int
+    b: int
+    scales: int
 
 
 class HeadProductSizes(NamedTuple):
@@ -29,6 +75,7 @@ class HeadProductSizes(NamedTuple):
       is_key: Whether the inputs are rows of the weight (W_UK); otherwise the outputs are (W_UV).
       out_head: Elements of a head of the result.
       half, is_interleaved: Rotation of the inputs after the first K; 0: there are none.
+      adapters: Sizes of the adapters; None without.
     """
 
     K: int
@@ -42,6 +89,7 @@ class HeadProductSizes(NamedTuple):
     out_head: int
     half: int
     is_interleaved: bool
+    adapters: HeadAdapterSizes | None
 
 
 class HeadProductBlock(NamedTuple):
@@ -62,6 +110,7 @@ def latent_queries(
     *,
     is_interleaved: bool,
     tiles: HeadProductTiles,
+    lora: HeadAdapters | None = None,
 ) -> Float[Tensor, "R Hq latent_and_rope"]:
     """Multiplies the nope part of each query head by W_UK, and rotates its rope part.
 
@@ -72,6 +121,7 @@ def latent_queries(
       nope_size: Elements of a nope part.
       is_interleaved: Whether adjacent elements are rotated together; otherwise the halves are.
       tiles: Tile config.
+      lora: Adapters of the rows.
     """
     (_, stored, rank), rope = kv_b.shape, 2 * cos.shape[1]
     q, cos, sin = (x.contiguous() for x in (q, cos, sin))
@@ -87,8 +137,9 @@ def latent_queries(
         out_head=rank + rope,
         half=rope // 2,
         is_interleaved=is_interleaved,
+        adapters=lora and lora.sizes,
     )
-    return _product(q, cos, sin, kv_b, sizes, tiles)
+    return _product(q, cos, sin, kv_b, lora, sizes, tiles)
 
 
 def value_heads(
@@ -97,12 +148,13 @@ def value_heads(
     nope_size: int,
     *,
     tiles: HeadProductTiles,
+    lora: HeadAdapters | None = None,
 ) -> Float[Tensor, "R Hq dv"]:
     """Multiplies each head by its W_UV.
 
     Args:
       x: Attention outputs in the latent space.
-      kv_b, nope_size, tiles: See `latent_queries`.
+      kv_b, nope_size, tiles, lora: See `latent_queries`.
     """
     heads, stored, rank = kv_b.shape
     x = x.contiguous()
@@ -118,8 +170,9 @@ def value_heads(
         out_head=stored - nope_size,
         half=0,
         is_interleaved=False,
+        adapters=lora and lora.sizes,
     )
-    return _product(x, x, x, kv_b, sizes, tiles)  # Triton requires pointers to angles
+    return _product(x, x, x, kv_b, lora, sizes, tiles)  # Triton requires pointers to angles
 
 
 def _product(
@@ -127,6 +180,7 @@ def _product(
     cos: Tensor,
     sin: Tensor,
     kv_b: Float[Tensor, "Hq stored r"],
+    lora: HeadAdapters | None,
     sizes: HeadProductSizes,
     tiles: HeadProductTiles,
 ) -> Float[Tensor, "R Hq out"]:
@@ -141,6 +195,7 @@ def _product(
         kv_b,
         cos,
         sin,
+        lora,
         out,
         R,
         sizes=sizes,
@@ -157,6 +212,7 @@ def _head_product_kernel(
     weight_at,
     cos_at,
     sin_at,
+    adapters,
     out_at,
     num_rows,
     sizes: tl.constexpr,
@@ -179,6 +235,9 @@ def _head_product_kernel(
     if first < N:
         column = first + tl.arange(0, block.columns)
         acc = _accumulate(x_at, weight_at, column, is_row, sizes, block)
+        if sizes.adapters is not None:
+            slots = tl.load(adapters.slots + row, mask=row < num_rows, other=0)
+            acc = _add_adapters(acc, x_at, slots, head, column, adapters, sizes, block)
         if is_launched:
             gdc_launch_dependents()
         keep = is_row & (column < N)[None, :]
@@ -234,3 +293,63 @@ def _accumulate(x_at, weight_at, column, is_row, sizes: tl.constexpr, block: tl.
         x_at += depth
         weight_at += step
     return acc
+
+
+@triton.jit
+def _add_adapters(
+    acc, x_at, slots, head, column, adapters, sizes: tl.constexpr, block: tl.constexpr
+):
+    """Continues an accumulator over the inputs of the adapters, each row over its own."""
+    lora: tl.constexpr = sizes.adapters
+    first = tl.min(tl.where(slots > 0, slots, lora.slots + 1), 0)
+    for slot in tl.range(first, tl.max(slots, 0) + 1):
+        is_own = slots == slot
+        if tl.max(is_own.to(tl.int32), 0) > 0:
+            sums = acc
+            for part in tl.static_range(lora.rank // lora.width):
+                rank = part * lora.width + tl.arange(0, lora.width)
+                to_rank, to_output = _adapter_at(slot - 1, rank, head, column, adapters, sizes)
+                scale = tl.load(adapters.scales + (slot - 1) * lora.scales + rank)
+                inputs = _inputs_of(x_at, to_rank, is_own, scale, sizes, block)
+                weight = tl.load(to_output, mask=(column < sizes.N)[None, :], other=0.0)
+                sums = tl.dot(inputs, weight, sums, input_precision="ieee")
+            acc = tl.where(is_own[:, None], sums, acc)
+    return acc
+
+
+@triton.jit
+def _adapter_at(index, rank, head, column, adapters, sizes: tl.constexpr):
+    """Returns pointers to an adapter of a head: to some ranks from the first input, `[1, ranks]`,
+    and from these ranks to some outputs, `[ranks, outputs]`.
+
+    Rows of B are the inputs of the product with W_UK, and the outputs of the product with W_UV.
+    """
+    lora: tl.constexpr = sizes.adapters
+    index = tl.cast(index, tl.int64)
+    a_at = adapters.a + index * lora.a + rank.to(tl.int64)[:, None] * sizes.rank
+    b_at = adapters.b + index * lora.b + (head * sizes.stored + sizes.first) * lora.rank
+    if sizes.is_key:
+        to_rank = b_at + rank[None, :]
+        to_output = a_at + column[None, :]
+    else:
+        to_rank = tl.trans(a_at)
+        to_output = b_at + rank[:, None] + column[None, :] * lora.rank
+    return to_rank, to_output
+
+
+@triton.jit
+def _inputs_of(x_at, to_rank, is_own, scale, sizes: tl.constexpr, block: tl.constexpr):
+    """Returns `round(s * (A x))` of the rows of one adapter for some ranks."""
+    K: tl.constexpr = sizes.K
+    depth: tl.constexpr = block.depth
+    stride: tl.constexpr = sizes.adapters.rank if sizes.is_key else 1
+    lane = tl.arange(0, depth)
+    acc = tl.zeros((is_own.shape[0], scale.shape[0]), tl.float32)
+    for at in tl.range(0, K, depth, num_stages=block.stages):
+        is_input = lane < K - at
+        x = tl.load(
+            x_at + (at + lane)[None, :], mask=is_own[:, None] & is_input[None, :], other=0.0
+        )
+        weight = tl.load(to_rank + (at + lane)[:, None] * stride, mask=is_input[:, None], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    return (acc * scale[None, :]).to(x_at.dtype.element_ty)

@@ -4,6 +4,7 @@ Pools are written in place. On a GPU its parts are kernels; see `torch_impl.ops`
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from torch_impl.ops.attention.attention import AttentionRows, attend, write
 from torch_impl.ops.attention.attention_layer import Angles
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.gemm.lora import AdapterWeights, continued
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def kernel_latent_queries(
         config.nope_size,
         is_interleaved=config.rotary.interleaved,
         tiles=kernels.tiles.head_product.of(**sizes, outputs=config.latent_rank),
+        lora=_head_adapters(kernels, kv_b),
     )
 
 
@@ -168,7 +171,7 @@ def absorb_queries(
 ) -> Float[Tensor, "R Hq r"]:
     """Multiplies each head's query with its key rows."""
     keys = of_heads(kv_b.values, config)[:, : config.nope_size]
-    return torch.bmm(q.transpose(0, 1), keys).transpose(0, 1)
+    return _multiplied(q, keys.mT, config, kv_b, is_key=True)
 
 
 def plain_value_heads(
@@ -176,7 +179,7 @@ def plain_value_heads(
 ) -> Float[Tensor, "R Hq dv"]:
     """Multiplies each head's mean latent with its value rows."""
     values = of_heads(kv_b.values, config)[:, config.nope_size :]
-    return torch.bmm(x.transpose(0, 1), values.mT).transpose(0, 1)
+    return _multiplied(x, values, config, kv_b, is_key=False)
 
 
 def kernel_value_heads(
@@ -184,8 +187,13 @@ def kernel_value_heads(
 ) -> Float[Tensor, "R Hq dv"]:
     sizes = {"item_bytes": x.element_size(), "rows": len(x), "heads": x.shape[1]}
     tiles = kernels.tiles.head_product.of(**sizes, outputs=config.value_size)
-    weight = of_heads(kv_b.values, config)
-    return kernels.head_product.value_heads(x, weight, config.nope_size, tiles=tiles)
+    return kernels.head_product.value_heads(
+        x,
+        of_heads(kv_b.values, config),
+        config.nope_size,
+        tiles=tiles,
+        lora=_head_adapters(kernels, kv_b),
+    )
 
 
 value_heads = kernel_or_reference(kernel_value_heads, plain_value_heads)
@@ -240,3 +248,49 @@ def kernel_attend_latent(
 
 
 attend_latent = kernel_or_reference(kernel_attend_latent, plain_attend_latent)
+
+
+def _multiplied(
+    x: Float[Tensor, "R Hq inputs"],
+    weight: Float[Tensor, "Hq outputs inputs"],
+    config: LatentAttentionConfig,
+    kv_b: Matrix,
+    is_key: bool,
+) -> Float[Tensor, "R Hq outputs"]:
+    """Multiplies the rows of each head with its own weight, a part of `kv_b`, and its adapters."""
+    out, lora = _by_head(x, weight), kv_b.lora
+    if lora is None:
+        return out
+    sums = _by_head(x.float(), weight.float())
+
+    def more(slot: int) -> Float[Tensor, "R Hq outputs"]:
+        a, b = adapter_heads(lora.weights, slot, config, is_key)
+        inputs = _by_head(x.float(), a.float()) * lora.weights.scales[slot - 1]
+        return sums + _by_head(inputs.to(x.dtype).float(), b.float())
+
+    # Base rows keep the bits of a product that is rounded at once.
+    adapted = continued(sums, lora, more).to(x.dtype)
+    return torch.where(lora.slots[:, None, None] == 0, out, adapted)
+
+
+def _by_head(
+    x: Float[Tensor, "R H inputs"], weight: Float[Tensor, "H outputs inputs"]
+) -> Float[Tensor, "R H outputs"]:
+    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+
+
+def adapter_heads(
+    weights: AdapterWeights, slot: int, config: LatentAttentionConfig, is_key: bool
+) -> tuple[Float[Tensor, "Hq rank inputs"], Float[Tensor, "Hq outputs rank"]]:
+    """Returns A and B of each head's product; see `of_head` of the specification."""
+    a, b = weights.a[slot - 1], of_heads(weights.b[slot - 1], config)
+    a, keys, values = a.expand(len(b), -1, -1), b[:, : config.nope_size], b[:, config.nope_size :]
+    return (keys.mT, a.mT) if is_key else (a, values)
+
+
+def _head_adapters(kernels: Kernels, kv_b: Matrix) -> Any:
+    """Returns the adapters of the rows in the form of kernels; None without."""
+    if kv_b.lora is None:
+        return None
+    own = kv_b.lora.weights
+    return kernels.head_product.HeadAdapters(kv_b.lora.slots, own.a, own.b, own.scales)

@@ -1,6 +1,6 @@
 """LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,15 +100,23 @@ def expand(
 def adapted(
     acc: Float32[Tensor, "R outputs"], x: Float[Tensor, "R inputs"], operand: RowAdapters
 ) -> Float32[Tensor, "R outputs"]:
-    """Continues the accumulation of each row that has an adapter.
+    """Continues the accumulation of each row that has an adapter."""
+    own = operand.weights
+    return continued(acc, operand, lambda slot: expand(acc, shrink(x, own, slot), own, slot))
+
+
+def continued(
+    acc: Float32[Tensor, "R ..."],
+    operand: RowAdapters,
+    more: Callable[[int], Float32[Tensor, "R ..."]],
+) -> Float32[Tensor, "R ..."]:
+    """Returns the accumulations after the adapters; `more` continues them for one adapter.
 
     Each adapter runs over all rows, and other rows keep their sum.
     """
-    out = acc
+    out, row = acc, (-1, *[1] * (acc.ndim - 1))
     for slot in _in_use(operand):
-        a = shrink(x, operand.weights, slot)
-        more = expand(acc, a, operand.weights, slot)
-        out = torch.where((operand.slots == slot)[:, None], more, out)
+        out = torch.where((operand.slots == slot).view(row), more(slot), out)
     return out
 
 
