@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from bench.kernels.compiled import MOST_SHARED_BYTES
 from tests.support.op_case import table, tables
 
 # Not imported: the tests of kernels import it as an interpreter.
@@ -51,3 +52,12 @@ def test_aot_torch_whole_reports_kernel_resources() -> None:
     assert " ".join(case).startswith("8 rows")
     assert 16 <= int(registers) <= 64
     assert spilled == shared == "0"
+
+
+def test_aot_torch_whole_float32_head_fits_shared_memory() -> None:
+    # A persistent program with these tiles requires 278,552 bytes.
+    done = read("--whole", "--only", "float32, head of 4,096 tokens")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernel, *_, shared = done.stdout.splitlines()[1].split()
+    assert kernel == "_product_kernel"
+    assert 0 < int(shared) <= MOST_SHARED_BYTES

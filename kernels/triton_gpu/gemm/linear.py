@@ -114,8 +114,11 @@ def product(
     fused = FusedInputs(squares, eps, activation, bias, factor, added, norm, lora)
     joins = None if tiling.tiles.persistent or is_wide else gather
     results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
-    # Triton 3.6 cannot flatten a loop with a conditional store of logits or conditional adapters.
-    is_persistent = tiling.tiles.persistent and is_alone or is_wide
+    # Triton 3.6 cannot flatten a loop with a conditional store of logits or conditional adapters. A
+    # flattened loop has its operands and the result in shared memory at once, which is too much for
+    # 128 x 256 float32 results of bfloat16 rows.
+    is_flattened = is_alone and out_type.itemsize <= max(x.element_size(), 2)
+    is_persistent = tiling.tiles.persistent and is_flattened or is_wide
     _launch(
         *((x, weight) if is_wide else tiling.described(x, weight)),
         x if scales is None else scales,

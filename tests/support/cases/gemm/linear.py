@@ -138,12 +138,17 @@ _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
     "many rows": {"R": 37, "K": 64, "N": 192},
 }
-# The products of a layer of Qwen3-8B, and its head; of Qwen3-32B what one of four ranks has.
+# The products of a layer of Qwen3-8B, and its head; of Qwen3-32B what one of four ranks has. Heads
+# of at most 16,384 tokens have the tiles of layers, with larger results.
 _LARGE = {
     "rmsnorm_linear": {"qkv": (4096, 6144)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096), "32B down": (25600, 1280)},
     "act_and_mul_linear": {"gate and up": (4096, 12288)},
-    "product_float32": {"head": (4096, 151936)},
+    "product_float32": {
+        "head": (4096, 151936),
+        "head of 4,096 tokens": (256, 4096),
+        "head of 16,000 tokens": (4096, 16000),
+    },
 }
 # Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs.
 _LARGE_QUANTIZED = {
@@ -152,7 +157,12 @@ _LARGE_QUANTIZED = {
     "act_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
-_SOME_ROWS = {"head": (1, 32, 512), "32B down": (1, 32)}
+_SOME_ROWS = {
+    "head": (1, 32, 512),
+    "head of 4,096 tokens": (768,),
+    "head of 16,000 tokens": (512, 768),
+    "32B down": (1, 32),
+}
 TABLE = [
     OpCase(op="linear", function=function, name=name, make=partial(make, **sizes))
     for function, make in _MAKERS.items()
