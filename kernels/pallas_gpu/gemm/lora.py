@@ -178,8 +178,14 @@ def _add_inputs(acc, tile, adapters, is_output, part):
     num_slots, *_, rank = adapters.b.shape
     slots, lanes = tile.slots, [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
     at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
-    inputs = [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
     begin, end = slots_in_use(slots, num_slots)
+    nothing = [jnp.zeros((len(slots), _SLICE), adapters.b.dtype) for _ in lanes]
+
+    def load_inputs():
+        return [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
+
+    # A branch: otherwise Triton converts the layout of each sum before it loads the next.
+    inputs = lax.cond(begin < end, load_inputs, lambda: nothing)
     columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
     zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
 
