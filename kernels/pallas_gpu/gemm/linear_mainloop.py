@@ -1,5 +1,6 @@
 """Main loop of the GEMM kernels: one chain along the inputs (Pallas, Triton backend)."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +44,8 @@ def sums_of(operands, format, block, is_compiled, adapters, parts, shrink):
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:
         sums = [x.T for x in sums]
-    if shrink is not None:
-        wait_for_sums(adapters, early.counter, shrink)
     if adapters is not None:
-        sums = list(_adapted(sums, early, block, adapters, parts))
+        sums = list(_adapted(sums, early, block, adapters, parts, shrink))
     if len(sums) < block.weights:
         sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
     return sums
@@ -74,8 +73,9 @@ class _ExpandInputs(NamedTuple):
         return cls(slots, adapters.layer[0], counter)
 
 
-def _adapted(sums, early, block, adapters, parts):
+def _adapted(sums, early, block, adapters, parts, shrink):
     """Continues the accumulators over the inputs of the adapters of the rows."""
+    wait = None if shrink is None else partial(wait_for_sums, adapters, early.counter, shrink)
     columns, N = block.tiles.columns, block.outputs
     span = block.weights // len(sums)
     for number, acc in enumerate(sums):
@@ -89,6 +89,7 @@ def _adapted(sums, early, block, adapters, parts):
             row=block.row,
             slots=early.slots,
             layer=early.layer,
+            wait=None if number else wait,
         )
         yield expand(acc, tile, adapters, parts)
 

@@ -9,7 +9,7 @@ Implements `shared.spec.lora`.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -137,6 +137,7 @@ class AdapterTile(NamedTuple):
       row: Rows of the sums: those of the GEMM, or slots of experts.
       slots: Adapter slot of each row, 0 out of bounds.
       layer: Index into the stacks.
+      wait: Waits for the sums of a shrink within the GEMM, once; None after the shrink.
     """
 
     output: Any
@@ -146,6 +147,7 @@ class AdapterTile(NamedTuple):
     row: Any
     slots: Any
     layer: Any
+    wait: Callable[[], None] | None = None
 
 
 def expand(acc, tile, adapters, parts):
@@ -163,6 +165,9 @@ def expand(acc, tile, adapters, parts):
         if begin <= tile.first and tile.last <= end:
             acc = _add_inputs(acc, tile, adapters, tile.is_output, part)
         elif begin < tile.last and tile.first < end:
+            if tile.wait is not None:
+                tile.wait()  # here, as a program skips parts
+                tile = tile._replace(wait=None)
             is_part = tile.is_output & (tile.output >= begin) & (tile.output < end)
             how = {"tile": tile, "adapters": adapters, "is_output": is_part, "part": part}
             continued = functools.partial(_add_inputs, **how)
@@ -173,33 +178,31 @@ def expand(acc, tile, adapters, parts):
 def _add_inputs(acc, tile, adapters, is_output, part):
     """Continues some outputs of one part, with the inputs of all rows loaded once.
 
-    Operands are loaded before the first is used, as each load takes longer than the products.
+    Operands are loaded before the first is used, as each load takes longer than the products. The
+    first weights are loaded before the wait for the sums.
     """
     num_slots, *_, rank = adapters.b.shape
     slots, lanes = tile.slots, [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
     at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
     begin, end = slots_in_use(slots, num_slots)
     nothing = [jnp.zeros((len(slots), _SLICE), adapters.b.dtype) for _ in lanes]
+    columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
+    zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
 
     def load_inputs():
         return [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
 
-    # A branch: otherwise Triton converts the layout of each sum before it loads the next.
-    inputs = lax.cond(begin < end, load_inputs, lambda: nothing)
-    columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
-    zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
-
-    def add(step, acc):
-        first = begin + step * at_once
-
-        def load():
+    def load(first):
+        def weights():
             return [
                 _weights_of(tile, adapters, is_output, slots, first + i, lanes)
                 for i in range(at_once)
             ]
 
         # Always: one branch of all loads, before any layout conversion.
-        loaded = lax.cond(first < end, load, lambda: zeros)
+        return lax.cond(first < end, weights, lambda: zeros)
+
+    def multiply(acc, first, loaded):
         for i, (weights, factor) in enumerate(loaded):
             is_own = slots == first + i + 1
             how = {"inputs": inputs, "weights": weights, "factor": factor}
@@ -207,7 +210,18 @@ def _add_inputs(acc, tile, adapters, is_output, part):
             acc = lax.cond(any_of(is_own), continued, lambda acc: acc, acc)
         return acc
 
-    return lax.fori_loop(0, lax.div(end - begin + at_once - 1, at_once), add, acc)
+    loaded = load(begin)
+    if tile.wait is not None:
+        tile.wait()
+    # A branch: otherwise Triton converts the layout of each sum before it loads the next.
+    inputs = lax.cond(begin < end, load_inputs, lambda: nothing)
+
+    def add(step, acc):
+        first = begin + step * at_once
+        return multiply(acc, first, load(first))
+
+    steps = lax.div(end - begin + at_once - 1, at_once)
+    return lax.fori_loop(1, steps, add, multiply(acc, begin, loaded))
 
 
 def _multiply(acc, is_own, is_output, inputs, weights, factor):
