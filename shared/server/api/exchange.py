@@ -123,10 +123,11 @@ class HttpExchange:
     def _start(self, status: int, headers: Headers) -> None:
         lines, names = [b"HTTP/1.1 " + _STATUS.get(status, b"%d " % status)], {}
         for name, value in (*self._fields, *headers):
-            if _INVALID.search(value) or _INVALID.search(name):
-                raise ValueError(f"the value of the header {name!r} is invalid")
+            line = b"%b: %b" % (name, value)
+            if _INVALID.search(line):
+                raise ValueError(f"the header {name!r} is invalid")
             names[name.lower()] = value
-            lines.append(b"%b: %b" % (name, value))
+            lines.append(line)
         if b"close" in names.get(b"connection", b"").lower():
             self.keeps_alive = False
         has_body = self._scope["method"] != "HEAD" and status not in _WITHOUT_BODY
