@@ -227,7 +227,7 @@ def _accumulated(x_ref, kv_b_ref, layer, head, row, column, sizes, block):
         else:
             place = (sizes.first + column[:, None], at[None, :])
             weight = load(kv_b_ref, (layer, head, *place), (is_output, is_input)).T
-        return acc + pltriton.dot(x, weight, precision=lax.Precision.HIGHEST)
+        return acc + pltriton.dot(x, weight, **_EXACT)
 
     zeros = jnp.zeros((block.rows, block.columns), jnp.float32)
     return lax.fori_loop(0, pl.cdiv(sizes.K, block.depth), add, zeros)
