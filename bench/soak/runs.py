@@ -60,11 +60,9 @@ class CacheModel:
 
     A prompt that continues the last prompt of its session has at least the prefix at the end of
     which the last prompt saved a state: its last multiple of `UNIT`. The token after the prefix
-    must be the same too, because the draft KV of EAGLE-like heads depends on it. A prompt that
-    forks from the tokens of an earlier output saves its state there instead, so its bound is that
-    of the prompt before. After an edit the bound is 0, because older states may be evicted. A
-    prompt has at most the longest prefix of any earlier prompt and output of its tenant. Prefixes
-    are multiples of `UNIT`.
+    must be the same too, because the draft KV of EAGLE-like heads depends on it. After an edit the
+    bound is 0, because older states may be evicted. A prompt has at most the longest prefix of any
+    earlier prompt and output of its tenant. Prefixes are multiples of `UNIT`.
     """
 
     _saved: dict[int, int] = field(default_factory=dict)
@@ -77,19 +75,9 @@ class CacheModel:
         texts = [i for i, key in enumerate(keys, 1) if key in self._texts[session.tenant]]
         return UNIT * max(saved, default=0), UNIT * max(texts, default=0)
 
-    def add_prompt(self, session: Session, prompt: list[int], *, may_fork: bool) -> None:
-        """Adds a prompt that has been answered.
-
-        Args:
-          session: Its session.
-          prompt: Its tokens.
-          may_fork: True if an earlier output may continue differently within it.
-        """
-        keys = _continued_keys(prompt) or [0]
-        if not may_fork:
-            self._saved[session.number] = keys[-1]
-        elif self._saved.get(session.number) not in keys:
-            self._saved.pop(session.number, None)
+    def add_prompt(self, session: Session, prompt: list[int]) -> None:
+        """Adds a prompt that has been answered."""
+        self._saved[session.number] = (_continued_keys(prompt) or [0])[-1]
 
     def add_text(self, session: Session, tokens: list[int]) -> None:
         """Adds a prompt, or a prompt with its output, that may be in the cache."""
@@ -182,10 +170,7 @@ class Run:
         began = time.monotonic()
         answer = await self._clients.send(session, messages, round)
         seconds = time.monotonic() - began
-        # Constrained outputs and calls may have other tokens than their text in the next prompt.
-        asked = session.rounds[number - 1] if number else round
-        is_constrained = asked.kind != "text" or messages[-1]["role"] == "tool"
-        self._cache.add_prompt(session, prompt, may_fork=bool(round.dropped) or is_constrained)
+        self._cache.add_prompt(session, prompt)
         self._cache.add_text(session, self._encoded(session, [*messages, answer.message]))
         fault = fault_of(session, round, answer)
         if answer.prompt_tokens != len(prompt):

@@ -113,13 +113,11 @@ def whole_pages(lease: CacheLease, draft_reads_kv: bool, page_size: int, count: 
     return is_whole
 
 
-def last_tracked(chunk: Chunk, branch: int, unit: int) -> int:
+def last_tracked(chunk: Chunk, unit: int) -> int:
     """Returns the position at which a prompt chunk saves its state; 0 for none.
 
     The last one of a prompt is before its last token if possible, so that the same prompt can reuse
     it: a request prefills at least one token.
     """
-    if chunk.first < branch <= chunk.end:
-        return branch
     ends = [chunk.end - 1, chunk.end] if chunk.ends_prompt else [chunk.end]
     return next((at for end in ends if (at := end // unit * unit) > chunk.first), 0)

@@ -6,8 +6,8 @@ chunk of its prompt has finished without failure, and when it gives up its slot:
 a preemption. Pages of a failed row are not inserted.
 
 A hybrid model can resume after a prefix only where a state snapshot exists. Snapshots are saved
-within steps, at tracked positions. In a prompt these are the last one of each chunk, and the
-position where an earlier request diverged. In an output these are the multiples of the interval; a
+within steps, at tracked positions. In a prompt these are the last one of each chunk, and a chunk
+also ends where an earlier request diverged. In an output these are the multiples of the interval; a
 request keeps the last two, because a stop string may still truncate the output before the last.
 
 A model with sliding-window layers can resume after a prefix only where each window pool has the
@@ -250,6 +250,17 @@ class PrefixCache:
 
     # Steps
 
+    def chunk_end(self, request: Request, end: int) -> int:
+        """Returns the end of the next chunk of a prompt, `end` or before.
+
+        A chunk saves one state. One that would save a state past the position where the request
+        leaves the pages of others ends there, and the rest of the prompt is a chunk of its own.
+        """
+        standing = self._standing.get(request.request_id)
+        fork = standing.fork_position if standing and self._interval else 0
+        chunk = Chunk(request, request.prefilled, end)
+        return fork if chunk.first < fork < last_tracked(chunk, self._unit) else end
+
     def assign_snapshots(self, rows: ScheduledRows, plan: StepPlan) -> None:
         """Writes the snapshots to save into a plan, and unpins those that it restores."""
         if not self._interval:
@@ -272,7 +283,7 @@ class PrefixCache:
             standing.restore_snapshot = NO_SNAPSHOT
 
     def _save_of_chunk(self, standing: CacheLease, chunk: Chunk) -> tuple[int, int]:
-        at = last_tracked(chunk, standing.fork_position, self._unit)
+        at = last_tracked(chunk, self._unit)
         snapshot = self.tree.snapshots.allocate() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot

@@ -207,7 +207,8 @@ class Scheduler:
                 continue
             if not self._adapters.is_ready(request):
                 continue
-            first, end = request.prefilled, chunk_end(request, budget)
+            end = self._cache.chunk_end(request, chunk_end(request, budget))
+            first = request.prefilled
             if first == end or not self._make_room(request, end):
                 continue
             chunk = self._chunk(request, end, is_first=not chunks)

@@ -200,7 +200,7 @@ def test_cache_bounds_follow_session_and_tenant():
     cache, prompt = CacheModel(), list(range(3 * UNIT + 5))
     assert cache.bounds(one, prompt) == (0, 0)
     cache.add_text(one, prompt)
-    cache.add_prompt(one, prompt, may_fork=False)
+    cache.add_prompt(one, prompt)
     cache.add_text(one, [*prompt, *range(UNIT)])
     longer = [*prompt, *range(UNIT), 9]
     assert cache.bounds(one, longer) == (3 * UNIT, 4 * UNIT)
@@ -216,23 +216,10 @@ def test_cache_bound_requires_token_after_prefix():
     session = sessions(1, (1, 1), 0)[0]
     cache, prompt = CacheModel(), list(range(2 * UNIT + 1))
     cache.add_text(session, prompt)
-    cache.add_prompt(session, prompt, may_fork=False)
+    cache.add_prompt(session, prompt)
     other = [*prompt[:-1], -1, -2]
     assert cache.bounds(session, [*prompt, -2]) == (2 * UNIT, 2 * UNIT)
     assert cache.bounds(session, other) == (0, 2 * UNIT)
-
-
-def test_forking_prompt_keeps_bound_of_last_prompt():
-    session = sessions(1, (1, 1), 0)[0]
-    cache, prompt = CacheModel(), list(range(2 * UNIT + 1))
-    longer = [*prompt, *range(UNIT)]
-    cache.add_prompt(session, prompt, may_fork=False)
-    cache.add_prompt(session, longer, may_fork=True)
-    assert cache.bounds(session, [*longer, 1])[0] == 2 * UNIT
-    cache.add_prompt(session, longer, may_fork=False)
-    assert cache.bounds(session, [*longer, 1])[0] == 3 * UNIT
-    cache.add_prompt(session, [7, *longer], may_fork=True)
-    assert cache.bounds(session, [7, *longer, 1])[0] == 0
 
 
 def test_quarters_of_latencies_are_medians():

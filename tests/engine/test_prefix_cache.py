@@ -209,8 +209,8 @@ def test_hybrid_snapshots_branch_point_from_second_request():
     assert lengths == [0, 0, UNIT]
 
 
-def test_hybrid_turn_after_branch_saves_its_last_state():
-    """A saved branch point delays the states of a conversation by one turn, not by all."""
+def test_hybrid_prompt_saves_branch_point_and_end():
+    """A chunk saves one state, so a chunk ends at the branch point."""
     engine, system = make("hybrid"), tokens(7, 100)
     serve(engine, request([*system, *tokens(100, 70)]))
     text, cached = [*system, *tokens(101, 70)], []
@@ -219,7 +219,7 @@ def test_hybrid_turn_after_branch_saves_its_last_state():
         (answer,) = serve(engine, one)
         cached.append(one.cached_tokens)
         text = [*text, *answer, *tokens(200 + turn, 60)]
-    assert cached == [0, UNIT, 3 * UNIT]
+    assert cached == [0, 2 * UNIT, 3 * UNIT]
 
 
 @pytest.mark.parametrize("kind", ["plain model", "head", "hybrid", "windowed hybrid"])
