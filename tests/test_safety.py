@@ -62,6 +62,7 @@ ALLOWED = {
     ("shared/cluster/transfer/memory_agent.py", "import_module"): "names a module of NIXL",
     ("shared/cluster/transfer/record_client.py", "socket.create_connection"): "fetches a record",
     ("shared/server/protocol/http_normalization.py", "urllib"): "decodes a path",
+    ("shared/server/api/connection.py", "urllib"): "the same of another form",
     ("shared/router/starting.py", "import_module"): "imports Ray where it is chosen",
     ("shared/router/upstream.py", "urllib"): "splits the URL of a server",
     ("shared/options/router.py", "urllib"): "the same of a flag",
