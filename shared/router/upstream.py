@@ -15,8 +15,8 @@ CONNECT_S = 5.0
 READ_BYTES = 1 << 16
 """Maximum bytes that are read ahead of the client; more stay in the sockets."""
 
-KEEP_S = 4.0
-"""Seconds that an idle connection is kept; servers close theirs after 5 s."""
+KEEP_S = 60.0
+"""Seconds that an idle connection is kept; servers close theirs after 75 s."""
 
 MAX_IDLE = 1024
 MAX_HEAD_BYTES = 1 << 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shared.router.upstream import KEEP_S
 from shared.server.api import connection
-from shared.server.api.connection import ConnectionLimit, HttpConfig
+from shared.server.api.connection import IDLE_S, ConnectionLimit, HttpConfig
 from tests.support.http_fixtures import COMPLETIONS, HOST_NAME, JSON, Server, serving
 
 TIMEOUT_S = 1.0
@@ -99,6 +101,7 @@ async def _converse(*parts: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
 @pytest.fixture(autouse=True)
 def short_time(monkeypatch):
     monkeypatch.setattr(connection, "READ_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr(connection, "IDLE_S", TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +126,15 @@ def test_response_may_exceed_read_timeout():
     assert got.startswith(b"HTTP/1.1 200 ")
     assert b"read word" in got
     assert lasted >= 2 * TIMEOUT_S
+
+
+def test_idle_connection_outlasts_pools_of_clients():
+    """A client that reuses a connection as the server closes it receives no response."""
+    pool_s = inspect.signature(httpx.Limits).parameters["keepalive_expiry"].default
+    assert pool_s < KEEP_S < IDLE_S
+    got, lasted = asyncio.run(_converse(ASKED))
+    assert got.count(b"HTTP/1.1 ") == 1
+    assert lasted < IDLE_S
 
 
 def test_read_timeout_applies_to_keep_alive_requests():

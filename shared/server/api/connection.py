@@ -25,6 +25,13 @@ MAX_PIPELINED = 64
 
 LENGTH_HEADERS = (b"content-length", b"transfer-encoding")
 
+IDLE_S = 75
+"""Seconds until an idle connection is closed.
+
+Client libraries keep theirs for 5 s, and proxies for 60 s. A shorter time would close connections
+on which requests arrive.
+"""
+
 READ_TIMEOUT_S = 60.0  # for headers and body of a request together
 WRITE_TIMEOUT_S = 60.0  # for a client to read part of the pending output
 
@@ -72,6 +79,7 @@ class HttpConfig(uvicorn.Config):
             proxy_headers=False,
             ws="none",
             lifespan="off",
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=grace_s,
             backlog=room.backlog,
         )
