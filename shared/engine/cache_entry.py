@@ -67,6 +67,19 @@ class CacheLease:
     pending: tuple[int, int] = (0, NO_SNAPSHOT)
     snapshots: list[tuple[int, int]] = field(default_factory=list)
 
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the whole context is known to be prefilled."""
+        return self.num_prefilled == self.request.prefill_length
+
+    def add_draft_kv_gap(self, start: int, end: int) -> None:
+        """Adds a range of positions without draft KV; it may continue the last one."""
+        self.draft_kv_incomplete = True
+        if self.draft_kv_gaps and self.draft_kv_gaps[-1][1] >= start:
+            self.draft_kv_gaps[-1] = self.draft_kv_gaps[-1][0], end
+        else:
+            self.draft_kv_gaps.append((start, end))
+
 
 @dataclass(eq=False)
 class TransferLease:

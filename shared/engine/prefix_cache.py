@@ -219,7 +219,7 @@ class PrefixCache:
         where they diverge.
         """
         for other in self._standing.values():
-            if other.request.namespace == request.namespace and not self._is_fed(other):
+            if other.request.namespace == request.namespace and not other.is_prefilled:
                 common = self._common(request, other)
                 if common < max(prefix.length, other.num_prefilled) + WORTH_WAITING:
                     continue
@@ -243,10 +243,6 @@ class PrefixCache:
         equal = min(most, parted - self.policy.key_lookahead)
         unit = self._unit if self._interval else self._page_size
         return max(0, equal) // unit * unit
-
-    @staticmethod
-    def _is_fed(standing: CacheLease) -> bool:
-        return standing.num_prefilled == standing.request.prefill_length
 
     # Steps
 
@@ -352,18 +348,11 @@ class PrefixCache:
             return
         if leaves_hole:
             end = request.length - 1
-            self._note_hole(standing, end - num_tokens, end)
+            standing.add_draft_kv_gap(end - num_tokens, end)
         if saved:
             position, snapshot = standing.pending
             self._hold_state(standing, position, snapshot)
             standing.pending = (0, NO_SNAPSHOT)
-
-    def _note_hole(self, standing: CacheLease, start: int, end: int) -> None:
-        standing.draft_kv_incomplete = True
-        if standing.draft_kv_gaps and standing.draft_kv_gaps[-1][1] >= start:
-            standing.draft_kv_gaps[-1] = standing.draft_kv_gaps[-1][0], end
-        else:
-            standing.draft_kv_gaps.append((start, end))
 
     # A request gives its slot back
 
@@ -390,7 +379,7 @@ class PrefixCache:
         """Returns the positions with KV, as far as results are known; `prefilled` during the
         prefill.
         """
-        is_fed = self._is_fed(standing) and bool(request.output)
+        is_fed = standing.is_prefilled and bool(request.output)
         return request.length - 1 if is_fed else prefilled
 
     def _insert(
