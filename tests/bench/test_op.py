@@ -144,6 +144,14 @@ def test_op_run_uses_given_tiles(
         op.run(options, "")
 
 
+def test_recurrent_cases_name_tile_tables() -> None:
+    tiles = Tiles.load("triton_gpu", MEASURED)
+    recurrent = [each for name in tables() for each in table(name) if each.op == "recurrent_layer"]
+    named = {(case.function, case.table_in(tiles)) for case in recurrent}
+    layer = {(function, "gdn_layer") for function in ("verify", "decode", "commit")}
+    assert named == layer | {("prefill", "gdn_prefill")}
+
+
 class _InThisProcess:
     """Pool of processes that works in this one."""
 

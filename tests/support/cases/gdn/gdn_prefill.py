@@ -69,6 +69,7 @@ def _case(name: str, lengths: Sequence[int], sizes: RecurrentConfig, is_large: b
         wide=("weights", "states", "snapshots"),
         in_place=("states", "snapshots"),
         is_large=is_large,
+        tiled="gdn_prefill",
         real_rows=lambda arguments: np.arange(len(arguments["inputs"])),
         specify=_specified,
         num_bytes=_bytes,

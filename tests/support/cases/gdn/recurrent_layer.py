@@ -210,6 +210,7 @@ def _op_case(
         wide=("weights", "states", "scratch"),
         in_place=("states", "scratch"),
         is_large=is_large,
+        tiled="gdn_layer",
         real_rows=lambda arguments: np.arange(len(arguments["inputs"])),
         specify=partial(_specified, function),
         num_bytes=_bytes,
@@ -224,6 +225,7 @@ def _commit_case(name: str, is_large: bool, **sizes: Any) -> OpCase:
         make=partial(commit_arguments, **sizes),
         in_place=("states", "snapshots"),
         is_large=is_large,
+        tiled="gdn_layer",
         num_bytes=_commit_bytes,
     )
 
