@@ -252,6 +252,15 @@ def test_gdn_tree_walk_visits_trunk_once() -> None:
         np.testing.assert_array_equal(got[row], want + [0] * (64 - count))
 
 
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+def test_gdn_layer_of_64_nodes_matches_spec() -> None:
+    trees = block_trees(2, 64, np.random.default_rng(0))
+    trees[1] = parents_of(1, 64, np.random.default_rng(1))
+    case = make([64, 40], 64, parents=trees.tolist())
+    got, (out, _) = mix("triton", case), specified(case)
+    np.testing.assert_allclose(got.out, out, **FLOAT32)
+
+
 @each_language
 @each_mixer
 def test_gdn_replay_matches_spec(sizes: RecurrentConfig, language: str) -> None:

@@ -132,15 +132,3 @@ def bits_of(is_one, node):
     """Packs the selected nodes into two 32-bit masks."""
     bit = jnp.where(is_one, lax.shift_left(jnp.int32(1), node & 31), 0)
     return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
-
-
-def ancestor_bits(leaf, parents_ref, request):
-    """Returns the nodes from the root to `leaf`, as two 32-bit masks."""
-
-    def climb(carry):
-        above, low, high = carry
-        bit, is_high = lax.shift_left(jnp.int32(1), above & 31), above >> 5
-        return parents_ref[request, above], low | bit * (1 - is_high), high | bit * is_high
-
-    above_root = lambda carry: carry[0] > 0  # noqa: E731
-    return lax.while_loop(above_root, climb, (leaf, jnp.int32(1), jnp.int32(0)))[1:]

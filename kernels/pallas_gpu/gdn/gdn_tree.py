@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.attention.row_bounds import ancestor_bits, bits_of, is_in
+from kernels.pallas_gpu.attention.row_bounds import bits_of, is_in
 from kernels.pallas_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
 
 
@@ -75,47 +75,69 @@ def walk(visit, state_at, parents_ref, request, count):
     share its state.
     """
     node = lax.iota(jnp.int32, pl.next_power_of_2(parents_ref.shape[1]))
-    is_child = (node > 0) & (node < count)
-    parent = pltriton.load(parents_ref.at[request, node], mask=is_child, other=-1)
+    is_below = (node > 0) & (node < count)
+    parent = pltriton.load(parents_ref.at[request, node], mask=is_below, other=-1)
     parent_of = partial(_parent_of, parents_ref, request)
     end_of_trunk = _deepest(parent, parent_of, node)
-    trunk = ancestor_bits(end_of_trunk, parents_ref, request)
-    is_leaf = jnp.max((parent[:, None] == node[None, :]).astype(jnp.int32), axis=0) == 0
-    is_leaf &= node != end_of_trunk
+    low, high = _path(end_of_trunk, 0, parents_ref, request)
+    trunk = (low | 1, high)
+    is_leaf = (node != end_of_trunk) & ~_is_any(parent, node)
+    has_leaves = _is_any(jnp.where(is_leaf, parent, -1), node)
     start = _last_on(trunk, parent, parent_of, node)
-
-    def visit_if(nodes, i, state):
-        return lax.cond(_has(nodes, i, node), visit, lambda _, x: x, i, state)
-
-    def visit_branch(trunk_node, end, leaves, state):
-        def visit_leaf(i, state):
-            visit_if(leaves, i, state)
-            return state
-
-        path = ancestor_bits(end, parents_ref, request)  # up to the trunk node, nodes of the trunk
-        state = lax.fori_loop(trunk_node + 1, end + 1, partial(visit_if, path), state)
-        lax.fori_loop(end + 1, count, visit_leaf, state)
 
     def visit_trunk(trunk_node, state):
         state = visit(trunk_node, state)
-        below = bits_of(start == trunk_node, node)
 
-        def look(end, carry):
-            @pl.when(_has(below, end, node))
-            def _():
-                leaves = bits_of(is_leaf & (parent == end), node)
-                visit_end = partial(visit_branch, trunk_node, end, leaves, state)
-                pl.when((leaves[0] | leaves[1]) != 0)(visit_end)
+        def visit_branch(end, carry):
+            branch = _for_each(_path(end, trunk_node, parents_ref, request), visit, state)
 
-            return carry
+            def visit_leaf(i, carry):
+                visit(i, branch)
+                return carry
 
-        lax.fori_loop(trunk_node, count, look, 0)
+            return _for_each(bits_of(is_leaf & (parent == end), node), visit_leaf, carry)
+
+        _for_each(bits_of(has_leaves & (start == trunk_node), node), visit_branch, 0)
         return state
 
-    def visit_trunk_if(i, state):
-        return lax.cond(_has(trunk, i, node), visit_trunk, lambda _, x: x, i, state)
+    _for_each(trunk, visit_trunk, state_at[...])
 
-    lax.fori_loop(0, end_of_trunk + 1, visit_trunk_if, state_at[...])
+
+def _is_any(values, node):
+    """Returns whether each node is among some values."""
+    return jnp.max((values[:, None] == node[None, :]).astype(jnp.int32), axis=0) != 0
+
+
+def _for_each(nodes, body, carry):
+    """Calls `body` with each of some nodes, which are two 32-bit masks, and the carry.
+
+    The exponent of a power of two is its index, and so no bit is tested in vain.
+    """
+
+    def step(carry):
+        low, high, carry = carry
+        is_low = low != 0
+        mask = jnp.where(is_low, low, high)
+        first = lax.bitcast_convert_type((mask & -mask).astype(jnp.float32), jnp.int32)
+        exponent = (lax.shift_right_arithmetic(first, 23) & 0xFF) - 127
+        node = exponent + 32 * (1 - is_low.astype(jnp.int32))
+        high = jnp.where(is_low, high, high & (high - 1))
+        return low & (low - 1), high, body(node, carry)
+
+    is_any = lambda carry: (carry[0] | carry[1]) != 0  # noqa: E731
+    return lax.while_loop(is_any, step, (*nodes, carry))[2]
+
+
+def _path(end, first, parents_ref, request):
+    """Returns the nodes below `first` on the path to `end`, as two 32-bit masks."""
+
+    def climb(carry):
+        above, low, high = carry
+        bit, is_high = lax.shift_left(jnp.int32(1), above & 31), above >> 5
+        return parents_ref[request, above], low | bit * (1 - is_high), high | bit * is_high
+
+    is_below = lambda carry: carry[0] > first  # noqa: E731
+    return lax.while_loop(is_below, climb, (end, jnp.int32(0), jnp.int32(0)))[1:]
 
 
 def _has(bits, i, node):

@@ -81,26 +81,40 @@ def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
     parent = tl.load(parents_at + node, mask=(node > 0) & (node < count), other=-1)
     bit = tl.full((), 1, tl.int64) << node.to(tl.int64)
     trunk, end_of_trunk = _trunk(parent, parents_at, node)
-    is_leaf = tl.max((parent[:, None] == node[None, :]).to(tl.int32), axis=0) == 0
-    is_leaf &= node != end_of_trunk
+    is_leaf = (node != end_of_trunk) & ~_is_any(parent, node)
+    has_leaves = _is_any(tl.where(is_leaf, parent, -1), node)
     start = _last_on(trunk, parent, parents_at, node)
     state = tl.load(state_at)
-    for trunk_node in range(0, end_of_trunk + 1):
-        if (trunk >> trunk_node) & 1 != 0:
-            state = visit(state, first_node, trunk_node, sizes)
-            below = tl.sum(tl.where(start == trunk_node, bit, 0))
-            for end in range(trunk_node, count):
-                if (below >> end) & 1 != 0:
-                    leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
-                    if leaves != 0:
-                        path = _path(end, parents_at)  # up to the trunk node, nodes of the trunk
-                        branch = state
-                        for i in range(trunk_node + 1, end + 1):
-                            if (path >> i) & 1 != 0:
-                                branch = visit(branch, first_node, i, sizes)
-                        for i in range(end + 1, count):
-                            if (leaves >> i) & 1 != 0:
-                                visit(branch, first_node, i, sizes)
+    while trunk != 0:
+        trunk_node, trunk = _next(trunk)
+        state = visit(state, first_node, trunk_node, sizes)
+        ends = tl.sum(tl.where(has_leaves & (start == trunk_node), bit, 0))
+        while ends != 0:
+            end, ends = _next(ends)
+            path, branch = _path(end, trunk_node, parents_at), state
+            while path != 0:
+                i, path = _next(path)
+                branch = visit(branch, first_node, i, sizes)
+            leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
+            while leaves != 0:
+                i, leaves = _next(leaves)
+                visit(branch, first_node, i, sizes)
+
+
+@triton.jit
+def _is_any(values, node):
+    """Returns whether each node is among some values."""
+    return tl.max((values[:, None] == node[None, :]).to(tl.int32), axis=0) != 0
+
+
+@triton.jit
+def _next(nodes):
+    """Returns the first of some nodes, which are bits, and the others.
+
+    The exponent of a power of two is its index, and so no bit is tested in vain.
+    """
+    first = (nodes & -nodes).to(tl.float32).to(tl.int32, bitcast=True)
+    return ((first >> 23) & 0xFF) - 127, nodes & (nodes - 1)
 
 
 @triton.jit
@@ -112,14 +126,14 @@ def _trunk(parent, parents_at, node):
         above = tl.load(parents_at + above, mask=above > 0, other=0)
     lanes: tl.constexpr = node.shape[0]
     deepest = tl.max(tl.where(parent >= 0, depth * lanes + node, 0)) % lanes
-    return _path(deepest, parents_at), deepest
+    return _path(deepest, 0, parents_at) | 1, deepest
 
 
 @triton.jit
-def _path(end, parents_at):
-    """Returns the nodes from the root to `end` as bits."""
-    path, above = tl.full((), 1, tl.int64), end
-    while above > 0:
+def _path(end, first, parents_at):
+    """Returns the nodes below `first` on the path to `end` as bits."""
+    path, above = tl.full((), 0, tl.int64), end
+    while above > first:
         path |= tl.full((), 1, tl.int64) << above
         above = tl.load(parents_at + above)
     return path
