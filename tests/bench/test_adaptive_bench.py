@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.speculation.adaptive import lines_of, table_of
@@ -37,8 +38,8 @@ def test_oracle_bounds_every_policy():
 
 
 def test_probe_policy_visits_other_tiers_periodically():
-    nothing = [[0.0] * 3] * 3
-    expected = ExpectedTokens([1.0, 3.0, 2.0], [1.0, 3.0, 2.0], nothing, [0.0] * 3)
+    tokens = np.array([1.0, 3.0, 2.0])
+    expected = ExpectedTokens(tokens, tokens, np.zeros((3, 3)), np.zeros(3))
     now = PolicyInput([1.0, 1.0, 1.0], expected, num_rows=1, after_off=0.0, steps_ahead=10.0)
     probe = Probe()
     chosen = [probe.choose(now) for _ in range(300)]

@@ -5,6 +5,7 @@ Work is the same for all: acceptance depends on the request and the position alo
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -14,6 +15,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.policy import ExpectedValuePolicy, Policy, Static
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
+from shared.engine.jit import CompiledLoop
 from tests.support.simulation.device import (
     Seconds,
     SimulatedBackend,
@@ -162,6 +164,25 @@ def test_adaptive_near_best_tier_at_any_overlap(overlap):
     work = imposed([("copying", 8, 16, 400, always(0.9))], part=1 << 20)
     adaptive, best = (Run(p, *work, overlap=overlap) for p in (ExpectedValuePolicy(), Static(LONG)))
     assert best.seconds / adaptive.seconds > 0.97
+
+
+def test_adaptive_step_calls_four_loops(monkeypatch):
+    """Prediction, choice, time and acceptance: on a fast device calls are most of the time."""
+    changing(None)  # compiles them
+    calls = Counter[str]()
+
+    def counted(loop):
+        calls[loop.__name__] += 1
+        return vars(loop)["dispatcher"]
+
+    monkeypatch.setattr(CompiledLoop, "dispatcher", property(counted))
+    steps, found = [], []
+    for tokens in (200, 400):  # the difference leaves out calls at the start
+        calls.clear()
+        phases, law = imposed([("copying", 1, 1, tokens, always(0.9))], part=1 << 20)
+        steps.append(len(Run(ExpectedValuePolicy(), phases, law).tiers))
+        found.append(calls.total())
+    assert found[1] - found[0] <= 4 * (steps[1] - steps[0])
 
 
 def test_adaptive_metrics_report_tiers():

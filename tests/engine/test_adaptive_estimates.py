@@ -166,12 +166,23 @@ def test_trial_gain_of_too_slow_tier_equals_zero():
     assert found.trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 0
 
 
+def test_trial_gain_without_contender_equals_zero():
+    """Deep shapes cost more than they can gain over the fastest tier, so nothing is tried."""
+    known = AcceptanceModel(TIERS)
+    learn(known, 1, SHORT, [3] * 100)
+    rows, none = known.rows_of([1]), np.zeros(1, bool)
+    found, _ = known.predict(rows, np.array([99]), none, 1, [1.0, 1.0, 20.0, 20.0])
+    assert not found.trial_gain.any()
+    found, _ = known.predict(rows, np.array([99]), none, 1, [1.0, 1.0, 2.0, 20.0])
+    assert found.trial_gain[NUMBER[LONG]][NUMBER[SHORT]] > 0
+
+
 def test_expected_tokens_bounded_by_remaining_and_cold_rows():
     known = AcceptanceModel(TIERS)
     learn(known, 1, LONG, [7] * 50)
-    assert tokens(known, 1, most=0).tokens == [1.0] * 4
+    assert tokens(known, 1, most=0).tokens.tolist() == [1.0] * 4
     assert tokens(known, 1, most=1).tokens[NUMBER[LONG]] == pytest.approx(1.97, abs=0.04)
-    assert tokens(known, 1, is_after_off=True).next_tokens == [1.0] * 4
+    assert tokens(known, 1, is_after_off=True).next_tokens.tolist() == [1.0] * 4
     assert tokens(known, 1, is_after_off=True).tokens[NUMBER[LONG]] > 5
 
 

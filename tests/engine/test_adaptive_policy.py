@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shared.engine.adaptive.acceptance import ExpectedTokens
@@ -25,10 +26,10 @@ def situation(
     return PolicyInput(
         seconds=[4.0, 5.0],
         expected=ExpectedTokens(
-            tokens=[8.0, tokens],
-            next_tokens=[8.0, next_tokens],
-            trial_gain=[[0.0, 0.0], [trial_gain / 5.0, 0.0]],
-            trial_lifetime_steps=[0.0, lifetime],
+            tokens=np.array([8.0, tokens]),
+            next_tokens=np.array([8.0, next_tokens]),
+            trial_gain=np.array([[0.0, 0.0], [trial_gain / 5.0, 0.0]]),
+            trial_lifetime_steps=np.array([0.0, lifetime]),
         ),
         num_rows=8,
         after_off=after_off,

@@ -15,7 +15,7 @@ tokens were accepted is more likely to have a high rate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -23,7 +23,10 @@ from jaxtyping import Bool, Float64, Int64
 from shared.engine.adaptive.acceptance_prior import (
     FIRST_DEPTH,
     WALK,
+    PriorState,
     SharedPrior,
+    age,
+    learn,
     logit_shrinkage,
     sigmoid,
 )
@@ -35,8 +38,7 @@ OWN_WALK = 0.003
 """Fraction of the estimate of a request's offset that is forgotten per step."""
 
 
-@dataclass(frozen=True)
-class ExpectedTokens:
+class ExpectedTokens(NamedTuple):
     """Predicted result of a step of each tier, over all its rows.
 
     Attributes:
@@ -44,14 +46,14 @@ class ExpectedTokens:
       next_tokens: Tokens in the next step, in which rows whose last step was plain draft nothing.
       trial_gain: `trial_gain[a][b]`: how far a trial of tier a is expected to move the estimate of
         speed(a) - speed(b), as a standard deviation in tokens/s; 0 if a can never be as fast as b
-        is estimated to be.
+        is estimated to be, or if no tier can be as fast as the fastest.
       trial_lifetime_steps: Steps after which the information from a trial is forgotten.
     """
 
-    tokens: list[float]
-    next_tokens: list[float]
-    trial_gain: list[list[float]]
-    trial_lifetime_steps: list[float]
+    tokens: Float64[np.ndarray, " tiers"]
+    next_tokens: Float64[np.ndarray, " tiers"]
+    trial_gain: Float64[np.ndarray, "tiers tiers"]
+    trial_lifetime_steps: Float64[np.ndarray, " tiers"]
 
 
 @compiled
@@ -79,7 +81,7 @@ def _learn(
       request_variance: Variance of log odds between requests.
       estimates: Offset of each request, its variance, and its covariance with the log odds that all
         depths share.
-      sums: Zeros; filled with the input of `SharedPrior.learn`.
+      sums: Zeros; filled with the input of `learn`.
       moves: Filled with the shift of the shared log odds by each row.
     """
     for i in range(len(rows)):
@@ -138,6 +140,41 @@ def _follow(
     for i in range(len(rows)):
         estimates[rows[i], 0] += estimates[rows[i], 2] / before * (moved - moves[i])
         estimates[rows[i], 2] *= min(after / before, 1.0)
+
+
+@compiled
+def _learn_step(
+    rows: Int64[np.ndarray, " B"],
+    drafted: Int64[np.ndarray, " B"],
+    accepted: Int64[np.ndarray, " B"],
+    depth: int,
+    family: int,
+    state: PriorState,
+    request_variance: float,
+    estimates: Float64[np.ndarray, "requests 3"],
+) -> None:
+    """Updates the estimates of requests and of all together from a step; see `_learn`.
+
+    It is one loop, because a call costs as much as the loop of a small batch.
+    """
+    sums, moves = np.zeros((6, state.log_odds.shape[1])), np.empty(len(rows))
+    age(state)
+    before = state.covariance[0, 0]
+    _learn(
+        rows,
+        np.minimum(drafted, depth),
+        accepted,
+        state.log_odds[family],
+        state.slopes[family],
+        state.variances[family],
+        before,
+        request_variance,
+        estimates,
+        sums,
+        moves,
+    )
+    moved = learn(family, sums, state)
+    _follow(rows, moves, moved, before, state.covariance[0, 0], estimates)
 
 
 @compiled
@@ -218,6 +255,46 @@ def _expect(
             expected.tokens[1, t] = B + _best(chains, ready, budget)
 
 
+@compiled
+def _predict(
+    rows: Int64[np.ndarray, " B"],
+    most: Int64[np.ndarray, " B"],
+    is_after_off: Bool[np.ndarray, " B"],
+    estimates: Float64[np.ndarray, "requests 3"],
+    log_odds: Float64[np.ndarray, "F D"],
+    slopes: Float64[np.ndarray, "F D"],
+    covariance: Float64[np.ndarray, "n n"],
+    families: Int64[np.ndarray, " tiers"],
+    depths: Int64[np.ndarray, " tiers"],
+    budgets: Int64[np.ndarray, " tiers"],
+    seconds: Float64[np.ndarray, " tiers"],
+) -> tuple[ExpectedTokens, Float64[np.ndarray, "B D"]]:
+    """Returns the result of `AcceptanceModel.predict`.
+
+    It is one loop, because a call costs as much as the loop of a small batch.
+    """
+    B, (F, D), count = len(rows), log_odds.shape, len(depths)
+    tiers = TierArrays(families, depths, budgets)
+    expected = DraftForecast(np.empty((B, F, D)), np.empty((B, F, D + 1)), np.zeros((2, count)))
+    _expect(
+        rows,
+        most,
+        is_after_off,
+        estimates,
+        log_odds,
+        slopes,
+        covariance[0, 0],
+        tiers,
+        expected,
+    )
+    narrowed, learnt = np.zeros((count, count)), np.zeros(count)
+    exploration_variance(expected, most, seconds, slopes, covariance, tiers, narrowed, learnt)
+    tokens, next_tokens = expected.tokens
+    lifetime = learnt / (WALK * FIRST_DEPTH)
+    outcome = ExpectedTokens(tokens, next_tokens, np.sqrt(narrowed), lifetime)
+    return outcome, expected.reached[:, 0, 1:]
+
+
 class AcceptanceModel:
     """Acceptance estimates of all running requests, and of all requests together.
 
@@ -278,28 +355,19 @@ class AcceptanceModel:
         Args:
           rows: Result of `rows_of`.
           tier: Tier of the step; a plain step only ages the estimates.
-          drafted: Drafted depths of each row; 0 gives no information.
-          accepted: Accepted draft tokens.
+          drafted: Draft tokens of each row; 0 gives no information.
+          accepted: Accepted draft tokens; -1 gives no information.
         """
-        family, known = self._families[tier], self.population
-        sums, moves = np.zeros((6, known.log_odds.shape[1])), np.empty(len(rows))
-        known.age()
-        before = known.shared_variance
-        _learn(
+        _learn_step(
             rows,
             drafted,
             accepted,
-            known.log_odds[family],
-            known.slopes[family],
-            known.variances[family],
-            before,
-            known.request_variance,
+            self._tiers[tier].depth,
+            self._families[tier],
+            self.population.state,
+            self.population.request_variance,
             self._estimates,
-            sums,
-            moves,
         )
-        moved = known.learn(family, sums)
-        _follow(rows, moves, moved, before, known.shared_variance, self._estimates)
 
     def warm_up(self) -> None:
         """Compiles the loops in advance; changes no estimate."""
@@ -339,35 +407,17 @@ class AcceptanceModel:
           The prediction for the batch; and for each row and depth, the probability that a draft
           token of a chain is accepted with all earlier ones.
         """
-        count, known, B = len(self._depths), self.population, len(rows)
-        F, D = known.log_odds.shape
-        tiers = TierArrays(self._families, self._depths, self._budgets(batch))
-        expected = DraftForecast(
-            rates=np.empty((B, F, D)), reached=np.empty((B, F, D + 1)), tokens=np.zeros((2, count))
-        )
-        _expect(
+        known = self.population
+        return _predict(
             rows,
             most,
             is_after_off,
             self._estimates,
             known.log_odds,
             known.slopes,
-            known.shared_variance,
-            tiers,
-            expected,
-        )
-        narrowed, learnt = np.empty((count, count)), np.empty(count)
-        exploration_variance(
-            expected,
-            most,
-            np.array(seconds),
-            known.slopes,
             known.covariance,
-            tiers,
-            narrowed,
-            learnt,
+            self._families,
+            self._depths,
+            self._budgets(batch),
+            np.asarray(seconds),
         )
-        tokens, next_tokens = expected.tokens.tolist()
-        lifetime = learnt / (WALK * FIRST_DEPTH)
-        outcome = ExpectedTokens(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
-        return outcome, expected.reached[:, 0, 1:]

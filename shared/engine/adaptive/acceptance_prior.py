@@ -14,6 +14,7 @@ initial value. Nothing is reset by a timer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -67,29 +68,54 @@ def _linked(log_odds: float, candidates: float) -> tuple[float, float]:
     return np.log((1 - miss) / miss), candidates * hit / (1 - miss)
 
 
+class PriorState(NamedTuple):
+    """Arrays of `SharedPrior`, updated in place.
+
+    Attributes:
+      mean, covariance: The distribution of the state.
+      kept, drift: Fraction of the mean that one step keeps, and the covariance that it adds.
+      candidates: Independent candidates of a level of each family.
+      log_odds, slopes, variances: See `SharedPrior`.
+    """
+
+    mean: Float64[np.ndarray, " n"]
+    covariance: Float64[np.ndarray, "n n"]
+    kept: Float64[np.ndarray, " n"]
+    drift: Float64[np.ndarray, "n n"]
+    candidates: Float64[np.ndarray, " F"]
+    log_odds: Float64[np.ndarray, "F D"]
+    slopes: Float64[np.ndarray, "F D"]
+    variances: Float64[np.ndarray, "F D"]
+
+
 @compiled
-def _summarise(
-    mean: Float64[np.ndarray, " n"],
-    covariance: Float64[np.ndarray, "n n"],
-    candidates: Float64[np.ndarray, " F"],
-    log_odds: Float64[np.ndarray, "F D"],
-    slopes: Float64[np.ndarray, "F D"],
-    variances: Float64[np.ndarray, "F D"],
-) -> None:
+def summarise(state: PriorState) -> None:
     """Fills log odds, slopes and variances of each family and depth from the distribution."""
-    F, D = log_odds.shape
+    mean, covariance = state.mean, state.covariance
+    F, D = state.log_odds.shape
     for f in range(F):
         for d in range(D):
             place, slope = f * D + d, 1.0
-            log_odds[f, d], variances[f, d] = mean[d], covariance[d, d]
+            state.log_odds[f, d], state.variances[f, d] = mean[d], covariance[d, d]
             if f > 0:
-                log_odds[f, d], slope = _linked(mean[d], candidates[f])
-                log_odds[f, d] += mean[place]
+                state.log_odds[f, d], slope = _linked(mean[d], state.candidates[f])
+                state.log_odds[f, d] += mean[place]
                 between = slope * covariance[d, place]
-                variances[f, d] = (
+                state.variances[f, d] = (
                     slope**2 * covariance[d, d] + 2 * between + covariance[place, place]
                 )
-            slopes[f, d] = slope
+            state.slopes[f, d] = slope
+
+
+@compiled
+def age(state: PriorState) -> None:
+    """Increases the uncertainty by one step of drift."""
+    for j in range(len(state.mean)):
+        state.mean[j] *= state.kept[j]
+        for k in range(len(state.mean)):
+            kept = state.kept[j] * state.kept[k]
+            state.covariance[j, k] = state.covariance[j, k] * kept + state.drift[j, k]
+    summarise(state)
 
 
 @compiled
@@ -117,13 +143,7 @@ def _moved(
 
 
 @compiled
-def _learn(
-    family: int,
-    sums: Float64[np.ndarray, "6 D"],
-    slopes: Float64[np.ndarray, "F D"],
-    mean: Float64[np.ndarray, " n"],
-    covariance: Float64[np.ndarray, "n n"],
-) -> None:
+def learn(family: int, sums: Float64[np.ndarray, "6 D"], state: PriorState) -> float:
     """Updates the distribution from a step, depth by depth, because each one affects the later
     ones.
 
@@ -131,11 +151,13 @@ def _learn(
       family: Family of the step's tier.
       sums: Sums over draft tokens by depth: of the fractions by which a row moves with all, of
         their squares, and weighted by these: successes, predicted probabilities, `logit_shrinkage`
-          of rows,
-        and the shift of the log odds by the row's earlier depths.
-      slopes: See `SharedPrior`.
-      mean, covariance: The distribution; updated.
+        of rows, and the shift of the log odds by the row's earlier depths.
+      state: The state.
+
+    Returns:
+      The shift of the shared log odds.
     """
+    mean, covariance, slopes = state.mean, state.covariance, state.slopes
     D, before = sums.shape[1], mean.copy()
     column = np.empty(len(mean))
     for d in range(D):
@@ -164,6 +186,8 @@ def _learn(
         for j in range(len(mean)):
             for k in range(len(mean)):
                 covariance[j, k] -= column[j] * column[k] * lost
+    summarise(state)
+    return mean[0] - before[0]
 
 
 class SharedPrior:
@@ -175,6 +199,7 @@ class SharedPrior:
       depth: D, levels of the deepest tier.
 
     Attributes:
+      state: The arrays.
       log_odds, slopes, variances: [F, D] of a draft token of an average request: log odds, their
         derivative by those of a chain, and their variance.
       covariance: Covariance of the state: log odds of chains by depth, then for each other family
@@ -184,52 +209,29 @@ class SharedPrior:
 
     def __init__(self, candidates: Sequence[float], depth: int) -> None:
         F, n = len(candidates), len(candidates) * depth
-        self._candidates = np.array(candidates, np.float64)
-        self._mean = np.zeros(n)
-        self._first = np.zeros((n, n))
+        first = np.zeros((n, n))
         shared = np.minimum(np.arange(depth)[:, None], np.arange(depth)[None, :])
         for f in range(F):
             place = slice(f * depth, (f + 1) * depth)
-            first, deeper = (FAMILY, FAMILY_DEEPER) if f else (FIRST_DEPTH, DEEPER)
-            self._first[place, place] = first + deeper * shared
+            single, deeper = (FAMILY, FAMILY_DEEPER) if f else (FIRST_DEPTH, DEEPER)
+            first[place, place] = single + deeper * shared
         kept = np.sqrt(1 - np.repeat([WALK] + [FAMILY_WALK] * (F - 1), depth))
-        self._kept, self._kept_both = kept, np.outer(kept, kept)
-        self._new = (1 - self._kept_both) * self._first
-        self.covariance = self._first.copy()
-        self.request_variance, self._requests = REQUEST_VARIANCE, REQUEST_VARIANCE_COUNT
         self.log_odds, self.slopes, self.variances = np.zeros((3, F, depth))
-        self._summarise()
-
-    @property
-    def shared_variance(self) -> float:
-        """Variance of the log odds of a chain's first depth, which all depths share."""
-        return float(self.covariance[0, 0])
-
-    def age(self) -> None:
-        """Increases the uncertainty by one step of drift."""
-        self._mean *= self._kept
-        self.covariance *= self._kept_both
-        self.covariance += self._new
-        self._summarise()
-
-    def learn(self, family: int, sums: Float64[np.ndarray, "6 D"]) -> float:
-        """Updates the estimates from a step; returns the shift of the shared log odds."""
-        before = self._mean[0]
-        _learn(family, sums, self.slopes, self._mean, self.covariance)
-        self._summarise()
-        return float(self._mean[0] - before)
+        self.covariance = first.copy()
+        self.state = PriorState(
+            mean=np.zeros(n),
+            covariance=self.covariance,
+            kept=kept,
+            drift=(1 - np.outer(kept, kept)) * first,
+            candidates=np.array(candidates, np.float64),
+            log_odds=self.log_odds,
+            slopes=self.slopes,
+            variances=self.variances,
+        )
+        self.request_variance, self._requests = REQUEST_VARIANCE, REQUEST_VARIANCE_COUNT
+        summarise(self.state)
 
     def ended(self, offset: float, variance: float) -> None:
         """Updates the variance between requests from the offset of a finished one."""
         self._requests = min(self._requests + 1, MOST_REQUESTS)
         self.request_variance += (offset**2 + variance - self.request_variance) / self._requests
-
-    def _summarise(self) -> None:
-        _summarise(
-            self._mean,
-            self.covariance,
-            self._candidates,
-            self.log_odds,
-            self.slopes,
-            self.variances,
-        )

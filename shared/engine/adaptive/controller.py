@@ -121,22 +121,29 @@ class AdaptiveController:
         """Returns the policy's input for these requests, and their chains' acceptance probability
         by depth.
         """
-        rows = self.acceptance.rows_of([request.request_id for request in ready])
-        left = np.array([max_left(request) for request in ready])
-        capacity = [request.sampling.max_draft_tokens for request in ready]
-        most = np.minimum(left - 1, [np.inf if m is None else m for m in capacity]).astype(np.int64)
-        after_off = np.array([request.request_id in self._after_off for request in ready])
-        batch = self.shapes.bucket(len(ready))
-        seconds = self.costs.of(batch, len(ready))
+        ids, count = [request.request_id for request in ready], len(ready)
+        left = [max_left(request) for request in ready]
+        limits = [request.sampling.max_draft_tokens for request in ready]
+        most = [
+            num - 1 if limit is None else min(num - 1, limit)
+            for num, limit in zip(left, limits, strict=True)
+        ]
+        after_off = [i in self._after_off for i in ids]
+        batch = self.shapes.bucket(count)
+        seconds = self.costs.of(batch, count)
         expected, survivals = self.acceptance.predict(
-            rows, most, after_off, batch, seconds or [1.0] * len(self.shapes.tiers)
+            self.acceptance.rows_of(ids),
+            np.array(most, np.int64),
+            np.array(after_off),
+            batch,
+            seconds or [1.0] * len(self.shapes.tiers),
         )
         situation = PolicyInput(
             seconds=seconds,
             expected=expected,
-            num_rows=len(ready),
-            after_off=float(after_off.mean()),
-            steps_ahead=min(float(left.mean()), MOST_STEPS_AHEAD),
+            num_rows=count,
+            after_off=sum(after_off) / count,
+            steps_ahead=min(sum(left) / count, MOST_STEPS_AHEAD),
         )
         return situation, survivals
 
@@ -154,7 +161,7 @@ class AdaptiveController:
         self.steps[self._chosen] += 1
         is_off = self.shapes.tiers[self._chosen].is_off
         is_whole = is_off or not self.has_experts or self._after_off.isdisjoint(ids)
-        hopes = [self._hopes.get(i, 0.0) for i in ids]
+        hopes = [self._hopes.get(i, 0.0) for i in ids] if self._trace is not None else []
         self._flights.append(_AdaptiveStep(batch, self._chosen, is_whole, hopes))
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
@@ -170,11 +177,10 @@ class AdaptiveController:
         if self._trace is not None:
             self._trace.step(batch, tier, rows, result, hopes, result.device_seconds)
         alive = [i for i, request in enumerate(rows.requests) if request.finish_reason is None]
-        accepted = result.counts[alive].astype(np.int64) - 1
-        deepest = self.shapes.tiers[tier].depth
-        drafted = np.minimum(result.num_nodes[alive] - 1, deepest).astype(np.int64)
-        drafted[accepted < 0] = 0  # a failed row gives no information
         places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
+        kept = slice(len(alive)) if len(alive) == len(rows.requests) else alive
+        drafted = np.subtract(result.num_nodes[kept], 1, dtype=np.int64)
+        accepted = np.subtract(result.counts[kept], 1, dtype=np.int64)  # -1 for a failed row
         self.acceptance.learn(places, tier, drafted, accepted)
 
     def on_tokens(self, request: Request, tokens: Sequence[int]) -> None:

@@ -17,6 +17,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Float64
+
+from shared.engine.jit import compiled
 
 OWN_ERROR = 0.1
 """Standard deviation of a tier's own error in the table, as a fraction of a plain step."""
@@ -57,6 +60,7 @@ class _Bucket:
         full = self._first[-1]
         self._plain, count = float(full[0]), len(full)
         self._excess = np.zeros(count)
+        self._known: dict[int, list[float]] = {}  # results of `seconds` since the last step
         shares, each = full / self._plain, np.eye(count)
         waiting = np.ones((count, count)) if not last_waits else np.zeros((count, count))
         waiting[-1], waiting[:, -1] = 0, 0
@@ -64,21 +68,52 @@ class _Bucket:
         shared = (1 + np.outer(shares, shares)) * SHARED_WALK**2
         walk = shared + each * OWN_WALK**2 + waiting * WAITING_WALK**2
         self._errors, self._walk = errors * self._plain**2, walk * self._plain**2
+        errors, plain = self._errors.copy(), self._plain
+        _observe(0, plain, plain, self._walk, errors, self._excess.copy())  # compiles it in advance
 
     def seconds(self, num_rows: int) -> list[float]:
-        first = self._first[-1]
+        if num_rows not in self._known:
+            first = self._at_startup(num_rows)
+            estimate = np.maximum(first + self._excess, LEAST_SHARE * first)
+            self._known[num_rows] = estimate.tolist()
+        return self._known[num_rows]
+
+    def _at_startup(self, num_rows: int) -> Float64[np.ndarray, " tiers"]:
         if num_rows < self.sizes[-1] and len(self.sizes) > 1:
-            first = np.array([np.interp(num_rows, self.sizes, each) for each in self._first.T])
-        return np.maximum(first + self._excess, LEAST_SHARE * first).tolist()
+            return np.array([np.interp(num_rows, self.sizes, each) for each in self._first.T])
+        return self._first[-1]
 
     def observe(self, num_rows: int, tier: int, seconds: float) -> None:
-        errors, believed = self._errors + self._walk, self.seconds(num_rows)[tier]
-        column = errors[:, tier]
-        variance = column[tier] + (NOISE * believed) ** 2
-        most = MOST_SIGMAS * variance**0.5
-        error = min(max(seconds - believed, -most), most)
-        self._excess = self._excess + column * (error / variance)
-        self._errors = errors - column[:, None] * (column / variance)
+        believed = self.seconds(num_rows)[tier]
+        _observe(tier, seconds, believed, self._walk, self._errors, self._excess)
+        self._known.clear()
+
+
+@compiled
+def _observe(
+    tier: int,
+    seconds: float,
+    believed: float,
+    walk: Float64[np.ndarray, "tiers tiers"],
+    errors: Float64[np.ndarray, "tiers tiers"],
+    excess: Float64[np.ndarray, " tiers"],
+) -> None:
+    """Updates the change of each tier's time since startup from a step, and its covariance.
+
+    Args:
+      tier, seconds, believed: Tier of the step, its measured time and its estimate.
+      walk: Covariance of the change in one step.
+      errors, excess: The covariance and the estimate; updated.
+    """
+    errors += walk
+    column = errors[:, tier].copy()
+    variance = column[tier] + (NOISE * believed) ** 2
+    most = MOST_SIGMAS * variance**0.5
+    error = min(max(seconds - believed, -most), most)
+    for t in range(len(excess)):
+        excess[t] += column[t] * error / variance
+        for other in range(len(excess)):
+            errors[t, other] -= column[t] * column[other] / variance
 
 
 class Costs:

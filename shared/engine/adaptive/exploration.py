@@ -50,6 +50,42 @@ class TierArrays(NamedTuple):
 
 
 @compiled
+def contenders(
+    expected: DraftForecast,
+    most: Int64[np.ndarray, " B"],
+    seconds: Float64[np.ndarray, " tiers"],
+    tiers: TierArrays,
+) -> Bool[np.ndarray, "tiers tiers"]:
+    """Returns for each tier whether it can be faster than another one is estimated to be.
+
+    With every draft token accepted, a tier is as fast as its cost allows.
+    """
+    count = len(seconds)
+    can_win = np.empty((count, count), np.bool_)
+    for t in range(count):
+        longest = 0.0
+        for i in range(len(most)):
+            longest += 1 + min(tiers.depths[t], most[i])
+        for other in range(count):
+            speed = expected.tokens[0, other] / seconds[other]
+            can_win[t, other] = longest / seconds[t] > speed
+    return can_win
+
+
+@compiled
+def is_decided(
+    can_win: Bool[np.ndarray, "tiers tiers"],
+    tokens: Float64[np.ndarray, " tiers"],
+    seconds: Float64[np.ndarray, " tiers"],
+) -> bool:
+    """Returns True if no tier can be faster than the fastest is estimated to be: no trial pays."""
+    fastest = np.argmax(tokens / seconds)
+    others = can_win[:, fastest].copy()
+    others[fastest] = False
+    return not others.any()
+
+
+@compiled
 def exploration_variance(
     expected: DraftForecast,
     most: Int64[np.ndarray, " B"],
@@ -66,19 +102,22 @@ def exploration_variance(
       expected: The forecast.
       most: Maximum useful draft tokens of each row.
       seconds: Time of a step by tier.
-      slopes, covariance: See `Population`.
+      slopes, covariance: See `SharedPrior`.
       tiers: The tiers.
-      narrowed: Filled: variance of the difference between the tier's speed and each other one's, in
-        (tokens/s)^2; 0 if the tier can never be as fast as the other is estimated to be.
-      learnt: Filled: variance of the log odds of the first depth, which all depths share.
+      narrowed: Zeros; filled: variance of the difference between the tier's speed and each other
+        one's, in (tokens/s)^2; 0 if the tier can never be as fast as the other is estimated to be,
+        and for all tiers if no trial pays.
+      learnt: Zeros; filled: variance of the log odds of the first depth, which all depths share.
     """
+    can_win = contenders(expected, most, seconds, tiers)
+    if is_decided(can_win, expected.tokens[0], seconds):
+        return
     F, D = slopes.shape
     count = len(seconds)
     gradients = np.zeros((count + 1, F * D))  # of speeds, by the estimated log odds
     gradients[count, 0] = 1.0  # last: the shared log odds
-    information, fastest = np.zeros((F, D)), np.zeros(count)
-    _add_rows(expected, most, seconds, slopes, tiers, gradients, information, fastest)
-    narrowed[:], learnt[:] = 0.0, 0.0
+    information = np.zeros((F, D))
+    _add_rows(expected, most, seconds, slopes, tiers, gradients, information)
     # Covariances of each depth's log odds with those of other depths, and with the gradients.
     shared = np.empty((D, D + count + 1))
     column = np.empty(covariance.shape[1])
@@ -91,12 +130,18 @@ def exploration_variance(
             for e in range(D):
                 shared[d, e] = slopes[f, e] * column[e] + (column[f * D + e] if f > 0 else 0.0)
             for t in range(count + 1):
-                shared[d, D + t] = (gradients[t] * column).sum()
+                # A gradient has entries for chains and for the tier's own family only.
+                own, total = tiers.families[t] if t < count else 0, 0.0
+                for e in range(D):
+                    total += gradients[t, e] * column[e]
+                    if own > 0:
+                        total += gradients[t, own * D + e] * column[own * D + e]
+                shared[d, D + t] = total
         is_family = tiers.families == f
         _add_family(narrowed, learnt, shared, information[f], is_family, tiers.depths)
     for t in range(count):
         for other in range(count):
-            if fastest[t] <= expected.tokens[0, other] / seconds[other]:
+            if not can_win[t, other]:
                 narrowed[t, other] = 0.0  # whatever the outcome of the trial
 
 
@@ -109,11 +154,8 @@ def _add_rows(
     tiers: TierArrays,
     gradients: Float64[np.ndarray, "more n"],
     information: Float64[np.ndarray, "F D"],
-    fastest: Float64[np.ndarray, " tiers"],
 ) -> None:
-    """Sums over rows: derivatives of speeds by log odds, information of trials, and maximum
-    speeds.
-    """
+    """Sums over rows: derivatives of speeds by log odds, and information of trials."""
     D = slopes.shape[1]
     for i in range(len(most)):
         rate, reached = expected.rates[i], expected.reached[i]
@@ -122,7 +164,6 @@ def _add_rows(
                 information[f, d] += TRIAL_STEPS * reached[f, d] * rate[f, d] * (1 - rate[f, d])
         for t in range(len(seconds)):
             f, deepest = tiers.families[t], min(tiers.depths[t], most[i])
-            fastest[t] += (1 + deepest) / seconds[t]
             below = 0.0  # accepted tokens at this depth and deeper
             for d in range(deepest - 1, -1, -1):
                 below += reached[f, d + 1]

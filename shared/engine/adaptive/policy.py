@@ -6,11 +6,16 @@ A policy reads only a `PolicyInput`, so it can be evaluated on recorded ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from jaxtyping import Float64
+
 from shared.engine.adaptive.acceptance import ExpectedTokens
 from shared.engine.adaptive.exploration import TRIAL_STEPS
+from shared.engine.jit import compiled
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class PolicyInput:
       steps_ahead: Steps for which the choice applies: as long as requests last and rates are valid.
     """
 
-    seconds: list[float] | None
+    seconds: Sequence[float] | None
     expected: ExpectedTokens
     num_rows: int
     after_off: float
@@ -63,44 +68,67 @@ class ExpectedValuePolicy:
     included, so that the choice changes only if it pays.
     """
 
+    def __init__(self) -> None:
+        tiers, gains = np.ones(2), np.ones((2, 2))
+        _most_valuable(tiers, tiers, tiers, gains, tiers, 1, 0.0, 1.0)  # compiles it in advance
+
     def choose(self, situation: PolicyInput) -> int:
         """Returns the tier with the highest value; without measured times, the one with the most
         tokens.
         """
-        seconds, tokens = situation.seconds, situation.expected.tokens
+        seconds, expected = situation.seconds, situation.expected
         if seconds is None:
-            return tokens.index(max(tokens))
-        values = [self._value(situation, seconds, tier) for tier in range(len(seconds))]
-        return values.index(max(values))
+            return int(np.argmax(expected.tokens))
+        return int(
+            _most_valuable(
+                np.asarray(seconds),
+                expected.tokens,
+                expected.next_tokens,
+                expected.trial_gain,
+                expected.trial_lifetime_steps,
+                situation.num_rows,
+                situation.after_off,
+                situation.steps_ahead,
+            )
+        )
 
-    def _value(self, situation: PolicyInput, seconds: list[float], tier: int) -> float:
-        expected = situation.expected
-        # Equal for all tiers, and longer than the trial steps of any.
-        window = max(situation.steps_ahead * seconds[0], 2 * TRIAL_STEPS * max(seconds))
+
+@compiled
+def _most_valuable(
+    seconds: Float64[np.ndarray, " tiers"],
+    tokens: Float64[np.ndarray, " tiers"],
+    next_tokens: Float64[np.ndarray, " tiers"],
+    trial_gain: Float64[np.ndarray, "tiers tiers"],
+    trial_lifetime_steps: Float64[np.ndarray, " tiers"],
+    num_rows: int,
+    after_off: float,
+    steps_ahead: float,
+) -> int:
+    """Returns the tier with the highest value; see `PolicyInput` and `ExpectedTokens`."""
+    count, speeds = len(seconds), tokens / seconds
+    later, values = np.empty(count), np.empty(count)
+    # Equal for all tiers, and longer than the trial steps of any.
+    window = max(steps_ahead * seconds[0], 2 * TRIAL_STEPS * seconds.max())
+    # Tokens lost by the step without draft tokens between plain and draft steps. Rows that can
+    # draft now lose that when they switch to plain steps.
+    stop_loss = (1 - after_off) * (tokens.max() - num_rows)
+    for tier in range(count):
         rest = window - TRIAL_STEPS * seconds[tier]
-        first = (TRIAL_STEPS - 1) * expected.tokens[tier] + expected.next_tokens[tier]
-        speeds = [tokens / s for tokens, s in zip(expected.tokens, seconds, strict=True)]
-        later = [
-            speed * rest - _switch_loss(situation, tier, then) for then, speed in enumerate(speeds)
-        ]
-        other = max((then for then in range(len(later)) if then != tier), key=later.__getitem__)
-        gain = expected_maximum(speeds[tier], expected.trial_gain[tier][other], speeds[other])
+        other = -1
+        for then in range(count):
+            resume_loss = tokens[then] - num_rows if tier == 0 else 0.0
+            later[then] = speeds[then] * rest - (stop_loss if then == 0 else resume_loss)
+            if then != tier and (other < 0 or later[then] > later[other]):
+                other = then
+        gain = expected_maximum(speeds[tier], trial_gain[tier, other], speeds[other])
         gain -= max(speeds[tier], speeds[other])
-        lifetime = expected.trial_lifetime_steps[tier] * seconds[other]
-        return first + max(later) + lifetime * gain
+        first = (TRIAL_STEPS - 1) * tokens[tier] + next_tokens[tier]
+        lifetime = trial_lifetime_steps[tier] * seconds[other]
+        values[tier] = first + later.max() + lifetime * gain
+    return int(np.argmax(values))
 
 
-def _switch_loss(situation: PolicyInput, first: int, then: int) -> float:
-    """Returns the tokens lost by a step without draft tokens if tier `first` is followed by tier
-    `then`.
-    """
-    tokens, off = situation.expected.tokens, 0
-    if then == off:
-        # Rows that can draft now lose that when they switch to plain steps.
-        return (1 - situation.after_off) * (max(tokens) - situation.num_rows)
-    return tokens[then] - situation.num_rows if first == off else 0.0
-
-
+@compiled
 def expected_maximum(mean: float, error: float, other: float) -> float:
     """Returns the expected maximum of a normally distributed value and a constant."""
     if error <= 0:

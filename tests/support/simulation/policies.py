@@ -12,7 +12,7 @@ class Greedy:
 
     def choose(self, situation: PolicyInput) -> int:
         """The tier with the most."""
-        tokens = situation.expected.tokens
+        tokens = situation.expected.tokens.tolist()
         seconds = situation.seconds or [1.0] * len(tokens)
         speeds = [each / s for each, s in zip(tokens, seconds, strict=True)]
         return speeds.index(max(speeds))
