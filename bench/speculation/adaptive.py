@@ -22,7 +22,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -150,21 +150,22 @@ def engine_of(served: in_process_engine.Served, controller: Controller) -> Engin
     )
 
 
-def real_runs(
-    served: in_process_engine.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+def alternating_runs(
+    starts: Mapping[str, Callable[[], Engine]], phases: Sequence[Phase], rounds: int
 ) -> Runs:
-    """Every tier and the adaptive choice, the fastest of some rounds of each phase.
+    """Serves phases with every engine, and returns the fastest of some rounds of each phase.
 
-    They alternate at each phase, each with an engine of its own for the round, and every other
-    round in reverse: what slows the machine down for a while slows all of them.
+    The engines alternate at each phase, and every other round in reverse: a slower machine for a
+    while slows all of them.
+
+    Args:
+      starts: Functions that start the engines of a round.
+      phases: The phases.
+      rounds: Number of rounds.
     """
-    policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
-    if isinstance(chooser_of_steps(served), AdaptiveController):
-        policies |= {"greedy": Greedy(), "probe": Probe()}
-    policies["adaptive"] = None
-    again: dict[str, list[list[Served]]] = {name: [] for name in policies}
+    again: dict[str, list[list[Served]]] = {name: [] for name in starts}
     for number in range(rounds):
-        engines = {n: engine_of(served, chooser(served, policy)) for n, policy in policies.items()}
+        engines = {name: start() for name, start in starts.items()}
         for each in again.values():
             each.append([])
         for phase in phases:
@@ -177,6 +178,21 @@ def real_runs(
         name: [min(each, key=lambda s: s.seconds) for each in zip(*runs, strict=True)]
         for name, runs in again.items()
     }
+
+
+def real_runs(
+    served: in_process_engine.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+) -> Runs:
+    """Every tier, the adaptive choice and simpler ones, alternating."""
+    policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
+    if isinstance(chooser_of_steps(served), AdaptiveController):
+        policies |= {"greedy": Greedy(), "probe": Probe()}
+    policies["adaptive"] = None
+    starts = {
+        name: lambda policy=policy: engine_of(served, chooser(served, policy))
+        for name, policy in policies.items()
+    }
+    return alternating_runs(starts, phases, rounds)
 
 
 def _used(engine: Engine) -> str:

@@ -6,9 +6,10 @@
 
 Each start of a head has the programs of all shapes. Plain decoding, the chain of the whole block,
 trees of `--nodes` nodes and the adaptive choice among them serve the same held-out tasks: word
-problems and copying greedily, chats at temperature 1. The results are tokens per step of a request
-(accepted draft tokens and the bonus token) and tokens per second, prefill included. The number of
-tokens must be equal in all shapes, because the output does not depend on the drafts.
+problems and copying greedily, chats at temperature 1. Shapes alternate at each phase, and a fixed
+shape has the controller of a server without adaptive speculation. The results are tokens per step
+of a request (accepted draft tokens and the bonus token) and tokens per second, prefill included.
+The number of tokens must be equal in all shapes, because the output does not depend on the drafts.
 """
 
 from __future__ import annotations
@@ -17,19 +18,27 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench.common.environment import versions, write_results
-from bench.speculation.adaptive import chooser, chooser_of_steps, engine_of, task_phases
-from shared.engine.adaptive.policy import Policy, Static
+from bench.speculation.adaptive import (
+    alternating_runs,
+    chooser,
+    chooser_of_steps,
+    engine_of,
+    task_phases,
+)
 from shared.engine.adaptive.tiers import Tier
+from shared.engine.branch_calibration import with_branch_calibration
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
 from tests.support import in_process_engine
-from tests.support.simulation.phases import Phase, Served, serve
+from tests.support.simulation.phases import Served
 
 Line = dict[str, Any]
 ADAPTIVE = "adaptive"
@@ -70,9 +79,10 @@ def measure(backend: str, name: str, folder: Path, given: argparse.Namespace) ->
         )
     begun = chooser_of_steps(served)
     tiers, table = begun.shapes.tiers, begun.costs.table
-    policies: dict[str, Policy | None] = {str(tier): Static(n) for n, tier in enumerate(tiers)}
-    policies[ADAPTIVE] = None
-    runs = {n: run(served, policy, phases, given.rounds) for n, policy in policies.items()}
+    shapes: dict[str, Tier | None] = {str(tier): tier for tier in tiers}
+    shapes[ADAPTIVE] = None
+    starts = {name: partial(engine_with, served, tier) for name, tier in shapes.items()}
+    runs = alternating_runs(starts, phases, given.rounds)
     ms = {
         batch: {str(tier): round(1e3 * s, 4) for tier, s in zip(tiers, seconds, strict=False)}
         for batch, seconds in table.items()
@@ -83,16 +93,16 @@ def measure(backend: str, name: str, folder: Path, given: argparse.Namespace) ->
     return [head | line for line in lines_of(runs, tiers)] + [head | {"ms_per_step": ms}]
 
 
-def run(
-    served: in_process_engine.Served, policy: Policy | None, phases: Sequence[Phase], rounds: int
-) -> list[Served]:
-    """Serves all phases in each round, and returns the fastest of each phase."""
-    every = [
-        serve(engine_of(served, chooser(served, policy)), phases, time.perf_counter)
-        for _ in range(rounds)
-    ]
-    numbers = range(len(phases))
-    return [min((each[n] for each in every), key=lambda s: s.seconds) for n in numbers]
+def engine_with(served: in_process_engine.Served, tier: Tier | None) -> Engine:
+    """Returns an engine with one shape, as without adaptive speculation, or with the adaptive
+    choice.
+    """
+    if tier is None:
+        return engine_of(served, chooser(served, None))
+    capacity = served.backend.capacity
+    nodes, depth, width = tier.tree
+    fixed = StaticController(capacity, nodes=nodes, depth=depth, width=width)
+    return engine_of(served, with_branch_calibration(fixed, capacity))
 
 
 def lines_of(runs: Mapping[str, Sequence[Served]], tiers: Sequence[Tier]) -> list[Line]:

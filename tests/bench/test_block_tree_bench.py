@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench.speculation import adaptive_block_trees, block_heads
+from bench.speculation import adaptive, adaptive_block_trees, block_heads
 from shared.engine.adaptive.tiers import Tier
-from tests.support.simulation.phases import Served
+from tests.support.simulation.phases import Phase, Served
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TIERS = (Tier(1, 0, 0), Tier(8, 7, 1), Tier(16, 7, 8))
@@ -36,6 +38,29 @@ def test_block_heads_lines_add_phases() -> None:
     assert list(every["tokens_per_s"].values()) == [10, 15, 20, 18.8]
     assert every["adaptive_by_best"] == pytest.approx(0.94)
     assert every["tokens_are_equal"]
+
+
+def test_alternating_runs_reverse_every_other_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[tuple[str, str]]()
+
+    def served(engine: SimpleNamespace, phases: list[Phase], clock: object) -> list[Served]:
+        order.append((engine.name, phases[0].name))
+        return [Served(phases[0].name, 10, float(len(order)), 1)]
+
+    def start(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, metrics=SimpleNamespace(snapshot=dict))
+
+    monkeypatch.setattr(adaptive, "serve", served)
+    starts = {name: partial(start, name) for name in ("chain", "tree")}
+    phases = [Phase(name, 1, []) for name in ("first", "second")]
+    runs = adaptive.alternating_runs(starts, phases, 2)
+    once = [("chain", "first"), ("tree", "first"), ("chain", "second"), ("tree", "second")]
+    reversed_once = [once[n] for n in (1, 0, 3, 2)]
+    assert order == once + reversed_once
+    assert {name: [each.seconds for each in found] for name, found in runs.items()} == {
+        "chain": [1, 3],
+        "tree": [2, 4],
+    }
 
 
 def test_block_heads_rejects_other_heads(tmp_path: Path) -> None:
