@@ -6,7 +6,7 @@ The device is a table of numbers (`tests/support/simulation`), and its own time 
 rest is scheduler, controller, prefix cache, planner and handling of results. All requests have a
 slot and decode; each step tracks a recurrent state and has a drafter with a head. Device times were
 measured on an H200. Chains of 256 rows were not, so the shorter plain step of that size is used.
-The adaptive policy chooses the chain here.
+The adaptive policy chooses among `--tiers`; the fixed chain is the first of them that drafts.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.common.environment import write_results
 from shared.boundary.backend import BackendLimits, StepPlan
 from shared.engine.adaptive.controller import AdaptiveController
@@ -29,7 +31,12 @@ from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from tests.support.simulation.device import Known, SimulatedBackend, seconds_of, simulated_capacity
+from tests.support.simulation.device import (
+    MOST_DEPTH,
+    Known,
+    SimulatedBackend,
+    simulated_capacity,
+)
 
 PROMPT, WARM_UP, STEPS = 200, 20, 200
 DEVICE_MS = {False: {1: 4.4, 32: 6.0, 256: 17.7}, True: {1: 6.5, 32: 10.2, 256: 17.7}}
@@ -56,9 +63,8 @@ class Timed(SimulatedBackend):
         return found
 
 
-def capacity_of(rows: int) -> BackendLimits:
-    """Plain steps and chains of three drafts, and room for every state."""
-    tiers = [Tier(1, 0, 0), Tier(4, 3, 1)]
+def capacity_of(rows: int, tiers: Sequence[Tier]) -> BackendLimits:
+    """Returns limits with a program for each tier, and room for every state."""
     return replace(simulated_capacity(tiers, [rows], overlap=1), num_snapshots=1 + 4 * rows)
 
 
@@ -66,12 +72,11 @@ def measure(
     controller: Controller, capacity: BackendLimits, cache: CachePolicy, rows: int
 ) -> float:
     """Microseconds of a step, the median of steps in which every request decodes."""
-    table = {"off": {1: 5.0, 256: 5.0}, "S3": {1: 6.0, 256: 6.0}}
 
     def law(seeds: Any, places: Any) -> Any:
-        return 0.6 + 0.0 * (seeds[:, None] + places[:, None]) * [[1, 1, 1]]
+        return 0.6 + 0.0 * (seeds[:, None] + places[:, None]) * np.ones((1, MOST_DEPTH))
 
-    device = Timed(capacity, seconds_of(table), law)
+    device = Timed(capacity, lambda batch, tier: seconds_of(tier), law)
     sizes = {"overlap": 1, "chunked_prefill_size": max(capacity.token_sizes), "cache": cache}
     engine = Engine(device, controller, **sizes)
     for number in range(rows):
@@ -88,14 +93,21 @@ def measure(
     return 1e6 * statistics.median(found[WARM_UP:])
 
 
-def controllers_of(capacity: BackendLimits, rows: int) -> dict[str, Controller]:
+def seconds_of(tier: Tier) -> float:
+    """Returns the step time of a tier for the policy: that of plain steps, and more by nodes."""
+    return 0.005 + 0.0003 * (tier.nodes - 1)
+
+
+def controllers_of(
+    capacity: BackendLimits, rows: int, tiers: Sequence[Tier]
+) -> dict[str, Controller]:
     """Returns the controllers: plain steps, chains, and adaptive."""
+    nodes, depth, width = tiers[1].tree
+    table = {rows: list(map(seconds_of, tiers))}
     return {
         "off": StaticController(capacity, nodes=1, depth=0, width=0),
-        "chain": StaticController(capacity, nodes=4, depth=3, width=1),
-        "adaptive": AdaptiveController(
-            capacity, ExpectedValuePolicy(), {rows: [0.005, 0.006]}, has_experts=False
-        ),
+        "chain": StaticController(capacity, nodes=nodes, depth=depth, width=width),
+        "adaptive": AdaptiveController(capacity, ExpectedValuePolicy(), table, has_experts=False),
     }
 
 
@@ -104,9 +116,9 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     lines: list[Line] = []
     print(HEADER)
     for rows in options.rows:
-        capacity = capacity_of(rows)
+        capacity = capacity_of(rows, options.tiers)
         for cached, policy in (("off", NO_CACHE), ("on", HYBRID_HEAD)):
-            for name, controller in controllers_of(capacity, rows).items():
+            for name, controller in controllers_of(capacity, rows, options.tiers).items():
                 took = measure(controller, capacity, policy, rows)
                 device = DEVICE_MS[name != "off"][rows]
                 line = {
@@ -135,6 +147,14 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument(
+        "--tiers",
+        nargs="+",
+        type=Tier.parse,
+        default=[Tier.parse("none"), Tier.parse("S3")],
+        metavar="TIER",
+        help="names of the tiers, plain decoding and a chain first: none S7 S7k8N16",
+    )
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
 
