@@ -1,12 +1,13 @@
 """Runs a loop of tool calls with chat completions, the Responses API or the Messages API.
 
-Start a server, for example `make serve`, then `python -m examples.tool_loop --api messages
---force-call`; `--base-url` sets the address of the server. The tool multiplies two integers.
-`--force-call` forces a call in the first round, which every model can make.
+Start a server, for example `make serve`, then `python -m examples.tool_loop --api messages`;
+`--base-url` sets the address of the server. The tools calculate. Each call is printed with its
+result, then the answer.
 """
 
 import argparse
 import json
+import operator
 from typing import Any
 
 import anthropic
@@ -15,38 +16,48 @@ import openai
 
 from bench.common.server import no_answer, server_options, url_of
 
-QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there? Use the tool."
-NAME, PURPOSE = "multiply", "Returns a * b."
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
+QUESTION = "A cinema has 6 rows of 13 seats. 15 seats are taken. How many are free? Use the tools."
+OPERATIONS = {
+    "add": (operator.add, "Returns a + b."),
+    "subtract": (operator.sub, "Returns a - b."),
+    "multiply": (operator.mul, "Returns a * b."),
+}
 NUMBERS = {
     "type": "object",
-    "properties": {"a": NUMBER, "b": NUMBER},
+    "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
     "required": ["a", "b"],
-    "additionalProperties": False,
 }
 MAX_TOKENS = 200
 NO_ANSWER = "no answer within the rounds"
 
 
-def multiply(arguments: dict[str, Any]) -> str:
-    """Returns the result of the tool as text."""
+def call_tool(name: str, arguments: dict[str, Any]) -> str:
+    """Prints a call, and returns its result as text."""
     try:
-        return str(arguments["a"] * arguments["b"])
+        operation, _ = OPERATIONS[name]
+        result = str(operation(arguments["a"], arguments["b"]))
     except (KeyError, TypeError) as error:
-        return f"Error: {error!r}"
+        result = f"Error: {error!r}"
+    print(f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())}): {result}")
+    return result
+
+
+def tools(schema: str) -> list[Any]:
+    """Returns the tools with the JSON schema of their arguments in the field `schema`."""
+    named = OPERATIONS.items()
+    return [{"name": name, "description": text, schema: NUMBERS} for name, (_, text) in named]
 
 
 def with_chat(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/chat/completions."""
     client = openai.OpenAI(base_url=f"{url}/v1", **_client_options(options))
-    function: Any = {"name": NAME, "description": PURPOSE, "parameters": NUMBERS}
+    functions: Any = [{"type": "function", "function": each} for each in tools("parameters")]
     messages: list[Any] = [{"role": "user", "content": options.question}]
-    for number in range(options.max_rounds):
+    for _ in range(options.max_rounds):
         completion = client.chat.completions.create(
             model=options.model or "default",
             messages=messages,
-            tools=[{"type": "function", "function": function}],
-            tool_choice="required" if _is_forced(number, options) else "auto",
+            tools=functions,
             parallel_tool_calls=False,
             max_tokens=MAX_TOKENS,
             temperature=0,
@@ -56,7 +67,7 @@ def with_chat(url: str, options: argparse.Namespace) -> str:
         if not message.tool_calls:
             return message.content
         for call in message.tool_calls:
-            result = multiply(json.loads(call.function.arguments))
+            result = call_tool(call.function.name, json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return NO_ANSWER
 
@@ -64,14 +75,13 @@ def with_chat(url: str, options: argparse.Namespace) -> str:
 def with_responses(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/responses."""
     client = openai.OpenAI(base_url=f"{url}/v1", **_client_options(options))
-    tool: Any = {"type": "function", "name": NAME, "description": PURPOSE, "parameters": NUMBERS}
+    functions: Any = [{"type": "function", **each} for each in tools("parameters")]
     items: list[Any] = [{"role": "user", "content": options.question}]
-    for number in range(options.max_rounds):
+    for _ in range(options.max_rounds):
         response = client.responses.create(
             model=options.model or "default",
             input=items,
-            tools=[tool],
-            tool_choice="required" if _is_forced(number, options) else "auto",
+            tools=functions,
             parallel_tool_calls=False,
             max_output_tokens=MAX_TOKENS,
             temperature=0,
@@ -81,7 +91,7 @@ def with_responses(url: str, options: argparse.Namespace) -> str:
         if not calls:
             return response.output_text
         for call in calls:
-            result = multiply(json.loads(call.arguments))
+            result = call_tool(call.name, json.loads(call.arguments))
             items.append(
                 {"type": "function_call_output", "call_id": call.call_id, "output": result}
             )
@@ -91,15 +101,13 @@ def with_responses(url: str, options: argparse.Namespace) -> str:
 def with_messages(url: str, options: argparse.Namespace) -> str:
     """Returns the last answer of a loop with /v1/messages."""
     client = anthropic.Anthropic(base_url=url, **_client_options(options))
-    tool: Any = {"name": NAME, "description": PURPOSE, "input_schema": NUMBERS}
     messages: list[Any] = [{"role": "user", "content": options.question}]
-    for number in range(options.max_rounds):
-        kind: Any = "any" if _is_forced(number, options) else "auto"
+    for _ in range(options.max_rounds):
         message = client.messages.create(
             model=options.model or "default",
             messages=messages,
-            tools=[tool],
-            tool_choice={"type": kind, "disable_parallel_tool_use": True},
+            tools=tools("input_schema"),
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
             max_tokens=MAX_TOKENS,
             extra_body={"temperature": 0},
         )
@@ -107,10 +115,10 @@ def with_messages(url: str, options: argparse.Namespace) -> str:
         calls: list[Any] = [block for block in message.content if block.type == "tool_use"]
         if not calls:
             return "".join(block.text for block in message.content if block.type == "text")
-        results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": multiply(call.input)}
-            for call in calls
-        ]
+        results: list[Any] = []
+        for call in calls:
+            result = call_tool(call.name, call.input)
+            results.append({"type": "tool_result", "tool_use_id": call.id, "content": result})
         messages.append({"role": "user", "content": results})
     return NO_ANSWER
 
@@ -122,17 +130,12 @@ def _client_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"api_key": options.api_key or "none", "timeout": options.timeout, "max_retries": 0}
 
 
-def _is_forced(number: int, options: argparse.Namespace) -> bool:
-    return options.force_call and number == 0
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     server_options(parser)
     parser.add_argument("--api", choices=sorted(LOOPS), default="chat")
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--max-rounds", type=int, default=10)
-    parser.add_argument("--force-call", action="store_true", help="force a call in the first round")
     given = parser.parse_args()
     address = url_of(given)
     try:

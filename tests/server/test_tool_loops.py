@@ -16,7 +16,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from examples.tool_loop import LOOPS, QUESTION, multiply
+from examples.tool_loop import LOOPS, QUESTION, call_tool
 from shared.text.call_formats.registry import FORMATS, marks_of
 from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.http_fixtures import SPECIAL, Server, save_tokenizer, serving
@@ -64,7 +64,7 @@ def scripted(request, tmp_path_factory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("api", LOOPS)
 def test_tool_loop_of_sdk_reaches_last_answer(api, scripted):
-    options = Namespace(question=QUESTION, max_rounds=3, model=None, force_call=False)
+    options = Namespace(question=QUESTION, max_rounds=3, model=None)
     options.api_key, options.timeout = None, 60
     assert LOOPS[api](scripted.url, options) == ANSWER
 
@@ -92,7 +92,7 @@ def test_streamed_tool_loop_separates_reasoning_text_and_calls(scripted):
         seen.append((reasoning, message.content or "", len(calls)))
         messages.append(whole)
         for call in whole.tool_calls or []:
-            results.append(multiply(json.loads(call.function.arguments)))
+            results.append(call_tool("multiply", json.loads(call.function.arguments)))
             result = {"role": "tool", "tool_call_id": call.id, "content": results[-1]}
             messages.append(result)
     assert seen == [("I multiply.", "", 1), ("", "Once more.", 1), ("I multiply.", ANSWER, 0)]
