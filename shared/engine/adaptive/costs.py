@@ -68,8 +68,6 @@ class _Bucket:
         shared = (1 + np.outer(shares, shares)) * SHARED_WALK**2
         walk = shared + each * OWN_WALK**2 + waiting * WAITING_WALK**2
         self._errors, self._walk = errors * self._plain**2, walk * self._plain**2
-        errors, plain = self._errors.copy(), self._plain
-        _observe(0, plain, plain, self._walk, errors, self._excess.copy())  # compiles it in advance
 
     def seconds(self, num_rows: int) -> list[float]:
         if num_rows not in self._known:
@@ -130,6 +128,7 @@ class Costs:
     def __init__(
         self, table: Mapping[int, Sequence[float]], batches: Sequence[int], *, last_waits: bool
     ) -> None:
+        _observe(0, 1.0, 1.0, np.eye(1), np.eye(1), np.zeros(1))  # compiles it in advance
         self._buckets: dict[int, _Bucket] = {}
         for before, batch in zip((0, *batches), batches, strict=False):
             own = {count: table[count] for count in sorted(table) if before < count <= batch}
