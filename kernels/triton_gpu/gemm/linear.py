@@ -229,42 +229,27 @@ def _product_kernel(
                 False,
             )
     else:
-        number = tl.program_id(0) - ahead
         if ahead > 0:
-            if number < 0:
+            program = tl.program_id(0)
+            if program < ahead:
                 if is_launched:
                     gdc_wait()
-                shrink_ahead(tl.program_id(0), num_rows, args.adapters, adapters)
-            else:
-                _product_block(
-                    number,
-                    x_at,
-                    weight_at,
-                    scales_at,
-                    row_scales_at,
-                    args,
-                    num_rows,
-                    row_blocks,
-                    sizes,
-                    squares,
-                    config,
-                    is_launched,
-                )
-        else:
-            _product_block(
-                number,
-                x_at,
-                weight_at,
-                scales_at,
-                row_scales_at,
-                args,
-                num_rows,
-                row_blocks,
-                sizes,
-                squares,
-                config,
-                is_launched,
-            )
+                shrink_ahead(program, num_rows, args.adapters, adapters)
+                return
+        _product_block(
+            tl.program_id(0) - ahead,
+            x_at,
+            weight_at,
+            scales_at,
+            row_scales_at,
+            args,
+            num_rows,
+            row_blocks,
+            sizes,
+            squares,
+            config,
+            is_launched,
+        )
 
 
 @triton.jit
