@@ -18,11 +18,9 @@ from jaxtyping import Float, Float32, Int
 
 from kernels.latent_tiles import HeadProductTiles
 from kernels.pallas_gpu.gemm.linear_mainloop import let_next_start
-from kernels.pallas_gpu.gemm.lora_shrink import any_of
+from kernels.pallas_gpu.gemm.lora_shrink import EXACT, any_of
 from kernels.pallas_gpu.gemm.rope import store_rotated
 from kernels.shrink_tiles import block_of_ranks
-
-_EXACT = {"precision": lax.Precision.HIGHEST}
 
 
 class HeadAdapters(NamedTuple):
@@ -227,7 +225,7 @@ def _accumulated(x_ref, kv_b_ref, layer, head, row, column, sizes, block):
         else:
             place = (sizes.first + column[:, None], at[None, :])
             weight = load(kv_b_ref, (layer, head, *place), (is_output, is_input)).T
-        return acc + pltriton.dot(x, weight, **_EXACT)
+        return acc + pltriton.dot(x, weight, **EXACT)
 
     zeros = jnp.zeros((block.rows, block.columns), jnp.float32)
     return lax.fori_loop(0, pl.cdiv(sizes.K, block.depth), add, zeros)
@@ -248,7 +246,7 @@ def _adapted(acc, x_ref, head, row, column, adapters, sizes, block):
                 at = _AdapterPart(slot - 1, begin + lax.iota(jnp.int32, width), head, is_own)
                 inputs = _inputs_of(x_ref, row, at, adapters, sizes, block)
                 weight = _to_output(column, at, adapters, sizes)
-                sums = sums + pltriton.dot(inputs, weight, **_EXACT)
+                sums = sums + pltriton.dot(inputs, weight, **EXACT)
             return jnp.where(is_own[:, None], sums, acc)
 
         return lax.cond(any_of(is_own), multiply, lambda acc: acc, acc)
@@ -282,7 +280,7 @@ def _inputs_of(x_ref, row, at, adapters, sizes, block):
         else:
             place = adapters.a.at[at.index, layer, at.rank[None, :], inputs[:, None]]
         weight = pltriton.load(place, mask=keep, other=0.0)
-        return acc + pltriton.dot(x, weight, **_EXACT)
+        return acc + pltriton.dot(x, weight, **EXACT)
 
     zeros = jnp.zeros((len(row), len(at.rank)), jnp.float32)
     total = lax.fori_loop(0, pl.cdiv(sizes.K, block.depth), add, zeros)

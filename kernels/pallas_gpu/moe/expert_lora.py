@@ -16,15 +16,13 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.gemm.lora import AdapterOperands, AdapterTile, expand
-from kernels.pallas_gpu.gemm.lora_shrink import any_of
+from kernels.pallas_gpu.gemm.lora_shrink import EXACT, any_of
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, tile_of
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, max_tiles
 from kernels.routing import RoutingSettings
 from kernels.shrink_tiles import ShrinkTiles
 from kernels.tiles import ExpertsTiles
 from shared.spec.reduction_order import ShrinkOrder
-
-_EXACT = {"precision": lax.Precision.HIGHEST}
 
 
 class ExpertAdapters(NamedTuple):
@@ -158,7 +156,7 @@ def _shrink_experts_kernel(
                 of_ranks = is_input[None, :] & (rank < ranks)[:, None]
                 a_at = a_ref.at[slot, layer_ref[0], tile.expert, rank[:, None], at[None, :]]
                 a = pltriton.load(a_at, mask=of_ranks, other=0.0)
-                return acc + pltriton.dot(x, a.T, **_EXACT)
+                return acc + pltriton.dot(x, a.T, **EXACT)
 
             return total + lax.fori_loop(0, chunk // depth, add, zeros)
 
