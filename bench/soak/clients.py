@@ -15,9 +15,9 @@ import openai
 from anthropic.lib.streaming._messages import accumulate_event
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
-from pydantic_core import from_json
 
 from bench.soak.sessions import SCHEMA, Round, Session
+from shared.server.protocol.chat_messages import read_arguments
 
 Messages = list[dict[str, Any]]
 MODEL = "default"
@@ -256,15 +256,10 @@ class Accumulated:
         return self._message
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Reads the arguments of a call that the token limit may have truncated."""
-    return from_json(text or "{}", allow_partial="trailing-strings")
-
-
 def _of_chat(completion: Any) -> Answer:
     (choice,), usage = completion.choices, completion.usage
     calls = [
-        Call(call.id, call.function.name, _arguments(call.function.arguments))
+        Call(call.id, call.function.name, read_arguments(call.function.arguments))
         for call in choice.message.tool_calls or ()
     ]
     return Answer(

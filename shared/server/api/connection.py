@@ -1,4 +1,4 @@
-"""Client connections: connection limit and read timeouts."""
+"""Client connections: HTTP/1.1, connection limit and timeouts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MAX_CALLS = 1024  # per message
 MAX_ID_LENGTH = 256
 
 
-def _read_arguments(value: Any) -> dict[str, Any]:
+def read_arguments(value: Any) -> dict[str, Any]:
     """Parses the arguments of a call, which are JSON text; templates read the object."""
     arguments = read_object(value or "{}") if is_text(value) else None
     if arguments is None and is_text(value):
@@ -56,7 +56,7 @@ MAX_NAME_LENGTH = 64
 FunctionName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_LENGTH}}}$")]
 Arguments = Annotated[
     dict[str, Any],
-    PlainValidator(_read_arguments),
+    PlainValidator(read_arguments),
     WithJsonSchema({"type": "string", "description": "JSON text of an object"}),
 ]
 

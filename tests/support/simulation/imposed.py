@@ -140,8 +140,8 @@ class KnowsRates(AdaptiveController):
             budget = tier.shape(self.shapes.bucket(len(ready))).rows - len(ready)
             total = best[:budget] if tier.width <= 1 else best
             tokens.append(len(ready) + float(total.sum()))
-        told = replace(known, expected=known.expected._replace(tokens=np.array(tokens)))
-        return told, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
+        imposed = replace(known, expected=known.expected._replace(tokens=np.array(tokens)))
+        return imposed, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
 
 
 def rated_runs(
