@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -159,6 +160,10 @@ def own_server(
             for line in process.stderr:
                 lines.append(line)
                 if found := re.search(r" is served at (http://[\w.:]+)", line):
+                    # The server would block on a full pipe.
+                    threading.Thread(
+                        target=sys.stderr.writelines, args=[process.stderr], daemon=True
+                    ).start()
                     yield found[1], process.pid
                     break
             else:
