@@ -10,6 +10,7 @@ from jaxtyping import Float, Float32, Int
 
 from jax_impl.ops import Kernels, Place, cond_any
 from jax_impl.ops.gemm import layers
+from kernels.shrink_tiles import ROWS_WITHIN_GEMM
 from shared.spec.reduction_order import SHRINK
 
 
@@ -159,8 +160,8 @@ def kernel_shrink(
 
     With `may_join` the GEMM itself computes the shrink of few rows.
     """
-    how = {}
-    if may_join and operand.arrivals is not None:
+    how, joins = {}, may_join and len(x) <= ROWS_WITHIN_GEMM["jax"]
+    if joins and operand.arrivals is not None:
         how = {"arrivals": operand.arrivals, "counter": jnp.asarray(operand.counter, jnp.int32)}
     own, layer = operand.weights, operand.layer
     if layer is None:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from kernels.shrink_tiles import ROWS_WITHIN_GEMM
 from shared.spec.reduction_order import SHRINK
 from torch_impl.ops import Kernels
 from torch_impl.ops.gemm import layers
@@ -138,7 +139,7 @@ def kernel_shrink(
 
     With `may_join` the GEMM itself computes the shrink of few rows.
     """
-    own = operand.weights
+    own, joins = operand.weights, may_join and len(x) <= ROWS_WITHIN_GEMM["torch"]
     return kernels.lora.shrink(
         x,
         own.a,
@@ -148,5 +149,5 @@ def kernel_shrink(
         operand.slots,
         parts=own.parts,
         order=SHRINK,
-        arrivals=operand.arrivals if may_join else None,
+        arrivals=operand.arrivals if joins else None,
     )
