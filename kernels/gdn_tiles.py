@@ -5,6 +5,9 @@ from typing import ClassVar
 
 from kernels.tile_tables import check_powers_of_two
 
+MOST_TREE_GROUPS = 8
+"""Maximum groups of a tree: each has an arrival counter per request and head."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GDNLayerTiles:
@@ -13,9 +16,11 @@ class GDNLayerTiles:
     Attributes:
       columns: State columns of a program: all if a state has fewer, half for keys of 256.
       warps: Warps of the kernel for chains.
-      tree_warps: Same for trees. A program holds the states of the trunk and of a branch, which
-        are twice the registers of a chain's state.
+      tree_warps: Same for trees. A program holds two states: of the trunk and of the last visit.
+      groups: Programs that share the leaves of a tree. Each visits the paths to its leaves, and
+        several may visit the same node.
       prepare_warps: Warps of a separate kernel that prepares rows for the recurrence; 0: none.
+      prepare_nodes: Nodes of a program of that kernel.
       commit_columns, commit_warps: Same as `columns` and `warps`, for `commit`.
     """
 
@@ -25,14 +30,19 @@ class GDNLayerTiles:
     columns: int
     warps: int
     tree_warps: int
+    groups: int
     prepare_warps: int
+    prepare_nodes: int
     commit_columns: int
     commit_warps: int
 
     def __post_init__(self) -> None:
         least = {"columns": 8, "warps": 1}
         least |= {f"commit_{name}": x for name, x in least.items()}
-        check_powers_of_two(self, least | {"tree_warps": 1, "prepare_warps": 0})
+        least |= {"tree_warps": 1, "groups": 1, "prepare_warps": 0, "prepare_nodes": 1}
+        check_powers_of_two(self, least)
+        if self.groups > MOST_TREE_GROUPS:
+            raise ValueError(f"groups must be at most {MOST_TREE_GROUPS}, got {self.groups}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,3 +63,12 @@ def sizes_of(
 def columns_of(columns: int, sizes: RecurrentSizes) -> int:
     """Returns the state columns of a program: half for keys of 256, which take more registers."""
     return min(columns if sizes.K <= 128 else columns // 2, sizes.V)
+
+
+def size_of_list(nodes: int) -> int:
+    """Returns the size of a list of visits of a tree: their number, the visits, two of padding.
+
+    A leaf off the trunk takes a visit of each inner node off the trunk at most: half of the nodes
+    for each of the others.
+    """
+    return nodes + nodes * nodes // 4 + 3

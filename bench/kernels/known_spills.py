@@ -106,6 +106,7 @@ EXCUSES = (
     Excuse("sample_rows", (FED, MAMBA2_CHAINS), 24, SOME),
     Excuse("sample_tiles", (BLOCKS,), 8, FEW),
     Excuse("gdn_decode", ("8 x chain of 4", EXPERTS, *EXPERTS_OF_RANKS), 64, TIMED),
+    Excuse("gdn_decode", ("1 x tree of 16", "1 x block tree of 16"), 8, SOME),
     Excuse("linear_sm90", (CODES_FED,), 144, GATED_CODES),
     Excuse(
         "linear_sm90",

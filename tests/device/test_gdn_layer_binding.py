@@ -12,6 +12,7 @@ import pytest
 
 import jax_impl.ops.recurrent.recurrent_layer
 import torch_impl.ops.recurrent.recurrent_layer
+from kernels.gdn_tiles import MOST_TREE_GROUPS
 from shared.models.mixers import RecurrentConfig
 from shared.spec.recurrent_state import WINDOW
 from tests.support.cases.gdn.recurrent_layer import MODEL, NEMOTRON, TABLE
@@ -44,7 +45,7 @@ def shapes(sizes: RecurrentConfig, N: int, has_fields: bool) -> dict:
         "window": half((L, 4, WINDOW, C)),
         **{"layer": ints((1,)), "slots": ints((B,)), "row_starts": ints((B + 1,))},
         "kept": [*(single((L, B, N, *shape)) for shape in fields), half((L, B, N, C))],
-        "arrivals": ints((B, H)),
+        "arrivals": ints((B, H, MOST_TREE_GROUPS)),
     }
 
 

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kernels.pallas_gpu.gdn import gdn_tree
+from kernels.recurrent_sizes import size_of_list
 from shared.models.mixers import RecurrentConfig
 from shared.spec import recurrent_mixer
 from shared.spec import recurrent_state as spec
@@ -24,6 +25,7 @@ from tests.support.cases.gdn.recurrent_layer import (
 from tests.support.gdn_layer_kernels import (
     APART,
     CASES,
+    CUT,
     LAYER,
     MAMBA2,
     SHARED_KEYS,
@@ -205,51 +207,43 @@ def test_gdn_verify_and_replay_bitwise_equal(
     np.testing.assert_array_equal(replayed[1][LAYER], states[1][LAYER])
 
 
-def num_visits(parents: Sequence[int]) -> list[int]:
-    """Visits of each node: nodes off the trunk are visited for each group of leaves below."""
-    paths = {path[-1]: path for path in paths_of(parents)}
-    trunk = max(paths.values(), key=lambda path: (len(path), path[-1]))
-    groups = {parents[leaf]: paths[leaf][:-1] for leaf in paths if leaf != trunk[-1]}
-    off_trunk = [set(path) - set(trunk) for path in groups.values()]
-    return [
-        1 if node in trunk or node in paths else sum(node in path for path in off_trunk)
-        for node in range(len(parents))
-    ]
+def visits_in_pallas(trees: np.ndarray, counts: np.ndarray, groups: int) -> list[list[list[int]]]:
+    """Lists of the visits of each request and group."""
+
+    def kernel(parents_ref, counts_ref, visits_ref):
+        request, group = pl.program_id(0), pl.program_id(1)
+        count = counts_ref[request]
+        gdn_tree.list_visits(visits_ref, parents_ref, request, count, group, groups)
+
+    grid = (len(trees), groups)
+    out_shape = jax.ShapeDtypeStruct((*grid, size_of_list(trees.shape[1])), jnp.int32)
+    run = pl.pallas_call(kernel, grid=grid, out_shape=out_shape, interpret=True)
+    lists = np.asarray(run(jnp.asarray(trees), jnp.asarray(counts)))
+    return [[own[1 : 1 + own[0]].tolist() for own in of_tree] for of_tree in lists]
 
 
-def visits_in_pallas(trees: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Visits of each node by the Pallas traversal, with a counter as the state."""
-
-    def kernel(parents_ref, counts_ref, states_ref, _, visits_ref):
-        request = pl.program_id(0)
-
-        def visit(i, state):
-            visits_ref[request, i] += 1
-            return state + 1
-
-        state_at = states_ref.at[request]
-        gdn_tree.walk(visit, state_at, parents_ref, request, counts_ref[request])
-
-    states, visits = jnp.zeros(len(trees), jnp.int32), jnp.zeros(trees.shape, jnp.int32)
-    count = pl.pallas_call(
-        kernel,
-        grid=(len(trees),),
-        out_shape=jax.ShapeDtypeStruct(visits.shape, jnp.int32),
-        input_output_aliases={3: 0},
-        interpret=True,
-    )
-    return np.asarray(count(jnp.asarray(trees), jnp.asarray(counts), states, visits))
-
-
-def test_gdn_tree_walk_visits_trunk_once() -> None:
-    trees = block_trees(4, 64, np.random.default_rng(0))
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gdn_visits_continue_from_parents(groups: int) -> None:
+    trees = block_trees(6, 64, np.random.default_rng(0))
     trees[3] = parents_of(1, 64, np.random.default_rng(1))
-    counts = np.array([64, 40, 1, 64], np.int32)
-    got = visits_in_pallas(trees, counts)
-    for row, (tree, count) in enumerate(zip(trees, counts, strict=True)):
-        want = num_visits(tree[:count])
-        assert sum(want) < 1.4 * count
-        np.testing.assert_array_equal(got[row], want + [0] * (64 - count))
+    trees[4] = parents_of(1, 64)
+    trees[5] = [*range(-1, 22), 0, *range(23, 42), *[42] * 21]  # most visits: 21 leaves below 20
+    counts = np.array([64, 40, 1, 64, 64, 64], np.int32)
+    lists = visits_in_pallas(np.maximum(trees, 0), counts, groups)
+    for tree, count, of_tree in zip(trees, counts, lists, strict=True):
+        tree[0] = -1  # the node before the root
+        for visits in of_tree:
+            last = trunk = -1
+            for visit in visits:
+                node = visit & gdn_tree.NODE
+                assert tree[node] == (trunk if visit & gdn_tree.FROM_TRUNK else last)
+                last = node
+                trunk = node if visit & gdn_tree.TO_TRUNK else trunk
+        assert {visit & gdn_tree.NODE for visits in of_tree for visit in visits} == {*range(count)}
+    longest = [max(map(len, of_tree)) for of_tree in lists]
+    assert longest[0] < 96 / groups + 8 * (groups > 1)
+    assert longest[4] == 64
+    assert longest[5] == 23 + (21 if groups == 1 else 5) * 21
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
@@ -259,6 +253,8 @@ def test_gdn_layer_of_64_nodes_matches_spec() -> None:
     case = make([64, 40], 64, parents=trees.tolist())
     got, (out, _) = mix("triton", case), specified(case)
     np.testing.assert_allclose(got.out, out, **FLOAT32)
+    for tiles in (APART, replace(CUT, groups=8)):
+        np.testing.assert_array_equal(mix("triton", case, tiles).out, got.out)
 
 
 @each_language

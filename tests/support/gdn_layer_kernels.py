@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kernels.gdn_tiles import GDNLayerTiles
+from kernels.gdn_tiles import MOST_TREE_GROUPS, GDNLayerTiles
 from shared.models.mixers import GatedDeltaConfig, Mamba2Config, RecurrentConfig
 from shared.models.mixers.mamba2 import OutputNorm
 from shared.spec import recurrent_mixer
@@ -40,13 +40,15 @@ CUT, WHOLE = (
         columns=columns,
         warps=2,
         tree_warps=4,
+        groups=1,
         prepare_warps=0,
+        prepare_nodes=64,
         commit_columns=columns,
         commit_warps=2,
     )
     for columns in (16, 32)
 )
-APART = replace(CUT, columns=8, warps=1, tree_warps=1, prepare_warps=4)
+APART = replace(CUT, columns=8, warps=1, tree_warps=1, groups=4, prepare_warps=4, prepare_nodes=2)
 HOW = {"tiles": CUT}
 MIX = HOW | {"eps": EPS, "digits": SQUARES.digits}
 
@@ -91,7 +93,9 @@ class Case:
         names = ("projected", "recurrent", "window", "slots", "row_starts", "parents")
         weights = {name: getattr(self.weights, name) for name in WEIGHTS}
         own = {name: getattr(self, name) for name in names}
-        arrivals = np.zeros((len(self.counts), self.sizes.state_shape[0]), np.int32)
+        arrivals = np.zeros(
+            (len(self.counts), self.sizes.state_shape[0], MOST_TREE_GROUPS), np.int32
+        )
         return own | weights | {"kept": self.kept(), "arrivals": arrivals}
 
 

@@ -22,6 +22,7 @@ from jax_impl.ops.recurrent.recurrent_mixer import (
     split_inputs,
 )
 from jax_impl.ops.recurrent.recurrent_state import RecurrentState, ReplayInputs, path_window, replay
+from kernels.gdn_tiles import MOST_TREE_GROUPS
 from shared.models.mixers import RecurrentConfig
 from shared.spec.reduction_order import SQUARES
 
@@ -53,7 +54,7 @@ class VerifyScratch(NamedTuple):
     """
 
     kept: ReplayInputs | Float[jax.Array, "L B one C"]
-    arrivals: Int[jax.Array, "B H"]
+    arrivals: Int[jax.Array, "B H groups"]
 
 
 def verify_scratch(
@@ -62,7 +63,7 @@ def verify_scratch(
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
-    arrivals = jnp.zeros((requests, H), jnp.int32)
+    arrivals = jnp.zeros((requests, H, MOST_TREE_GROUPS), jnp.int32)
     if advances:
         return VerifyScratch(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), *([(H,)] if sizes.has_delta else []))

@@ -3,10 +3,10 @@ backend).
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
-recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
-bitwise equal to plain decoding. In GDN the last program of a head to arrive applies the gated norm
-to all outputs of the head. In Mamba2 the norm spans heads, and each program writes its outputs.
-Sums over keys use `sum_by_halves`.
+recurrence then runs from node to node, in a tree along a list of visits per group of leaves, so a
+node is bitwise equal to plain decoding. In GDN the last program of a head and group to arrive
+applies the gated norm to their outputs. In Mamba2 the norm spans heads, and each program writes its
+outputs. Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,19 @@ from kernels.pallas_gpu.gdn.gdn_rows import (
     unit,
 )
 from kernels.pallas_gpu.gdn.gdn_tree import (
+    NODE,
     HeadState,
     NodeReplay,
     advanced,
     barrier,
     kept_of,
+    list_visits,
     places_of,
+    values_of,
     visit,
     walk,
 )
-from kernels.recurrent_sizes import columns_of, sizes_of
+from kernels.recurrent_sizes import columns_of, size_of_list, sizes_of
 
 ROWS = 4
 """Rows normalised at once; more would take registers from the recurrence."""
@@ -69,7 +72,7 @@ class GDNRequests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch buffers of programs: node queries, their outputs and arrival counters.
+    """Scratch buffers of programs: node queries, their outputs, visits of trees, arrival counters.
 
     Mamba2 has the skip terms of the outputs in `skipped` and writes outputs to their rows.
     """
@@ -77,6 +80,7 @@ class Scratch(NamedTuple):
     q: Any
     read: Any
     skipped: Any
+    visits: Any
     arrivals: Any
 
 
@@ -95,7 +99,7 @@ def verify(
     row_starts: Int[jax.Array, " B1"],
     parents: Int[jax.Array, "B N"] | None,
     kept: Sequence[Float[jax.Array, "L B N ..."]],
-    arrivals: Int[jax.Array, "B H"],
+    arrivals: Int[jax.Array, "B H groups"],
     *,
     eps: float,
     digits: int,
@@ -105,7 +109,7 @@ def verify(
     Float[jax.Array, "R values"],
     Float[jax.Array, "L states H K V"],
     tuple[Float[jax.Array, "L B N ..."], ...],
-    Int[jax.Array, "B H"],
+    Int[jax.Array, "B H groups"],
 ]:
     """Same as `shared.spec.recurrent_layer.verify` or `decode`, for flat rows grouped by request.
 
@@ -136,14 +140,17 @@ def verify(
     single = partial(of, dtype=jnp.float32)
     has = {"has_delta": skip is None, "has_bias": conv_bias is not None}
     sizes = sizes_of(recurrent.shape, window.shape, **has)
-    settings = {"sizes": sizes, "advances": advances, "eps": eps, "digits": digits}
+    is_chain, lanes = parents is None, pl.next_power_of_2(N)
+    groups, warps = (1, tiles.warps) if is_chain else (tiles.groups, tiles.tree_warps)
+    settings = {"sizes": sizes, "groups": groups, "advances": advances, "eps": eps}
+    settings["digits"] = digits
     settings["interpret"] = interpret
 
-    def launch(columns, warps, reads, makes, writes):
+    def launch(columns, prepared, programs, warps, reads, makes, writes):
         """Launches a kernel; returns its outputs and the arrays that it updates, by name."""
         made, written = pl.pallas_call(
-            partial(_verify_kernel, columns=columns, **settings),
-            grid=(H * (V // columns), B),
+            partial(_verify_kernel, columns=columns, prepared=prepared, **settings),
+            grid=(H * (V // columns), B, programs),
             out_shape=(makes, {name: of(x.shape, x.dtype) for name, x in writes.items()}),
             input_output_aliases={len(reads) + i: len(makes) + i for i in range(len(writes))},
             compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
@@ -168,13 +175,17 @@ def verify(
     written = {name: x for name, x in kept_of(fields, inputs)._asdict().items() if x is not None}
     updated = {"arrivals": arrivals}
     (updated if advances else reads)["recurrent"] = recurrent
-    main = (columns_of(tiles.columns, sizes), tiles.warps if parents is None else tiles.tree_warps)
+    if not is_chain:
+        rows["visits"] = of((B, groups, size_of_list(N)), jnp.int32)
+    main = (columns_of(tiles.columns, sizes), lanes, groups, warps)
     if tiles.prepare_warps:
+        prepared = min(lanes, tiles.prepare_nodes)
+        programs = pl.cdiv(N, prepared) + (0 if is_chain else groups)
         if advances:
             rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}
             gates_of = ("log_decay", "beta")[: 1 + sizes.has_delta]
             rows |= dict.fromkeys(gates_of, single((1, B, N, H)))
-        done = launch(V, tiles.prepare_warps, reads, rows, written)
+        done = launch(V, prepared, programs, tiles.prepare_warps, reads, rows, written)
         done |= launch(*main, reads | done, results, updated)
     else:
         done = launch(*main, reads, rows | results, written | updated)
@@ -187,8 +198,22 @@ def _record_of(record: type[Record], refs: dict[str, Any]) -> Record:
     return record._make(refs.get(name) for name in record._fields)
 
 
-def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, digits, interpret):
-    """One program per block of state columns of a value head, and request.
+def _verify_kernel(
+    reads,
+    _,
+    makes,
+    writes,
+    *,
+    sizes,
+    columns,
+    prepared,
+    groups,
+    advances,
+    eps,
+    digits,
+    interpret,
+):
+    """One program per block of state columns of a value head, request, and group of leaves.
 
     It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
     earlier launch, has stored.
@@ -205,6 +230,8 @@ def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, di
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
     head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
     request, layer = pl.program_id(1), refs["layer"][0]
+    first = 0 if recurs else pl.program_id(2) * prepared
+    group = pl.program_id(2) - (0 if recurs else pl.cdiv(N, prepared))
     start, slot = requests.starts[request], requests.slots[request]
     count = jnp.minimum(requests.starts[request + 1] - start, N)
     is_only = prepares and recurs and (advances or N == 1)
@@ -215,7 +242,7 @@ def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, di
 
     def prepare():
         """Computes q, k, v and gates of all nodes, and stores the inputs of the convolution."""
-        node = early(lax.iota(jnp.int32, pl.next_power_of_2(N)), interpret)
+        node = early(first + lax.iota(jnp.int32, prepared), interpret)
         key, is_node = lax.iota(jnp.int32, K), node < count
         keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
         inputs = Inputs(
@@ -228,9 +255,9 @@ def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, di
             count=count,
         )
         places = places_of(node, count, requests.parents, request)
-        group = H // key_heads
-        key_head = lax.div(head, group)
-        at, keeps_key = (request, node[:, None]), (lax.rem(head, group) == 0) & (part == 0)
+        shared_by = H // key_heads
+        key_head = lax.div(head, shared_by)
+        at, keeps_key = (request, node[:, None]), (lax.rem(head, shared_by) == 0) & (part == 0)
 
         def convolve(first, lanes, is_kept=None):
             channel = (first + lanes)[None, :]
@@ -281,29 +308,41 @@ def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, di
             span_of_row = pl.ds(head * V + part * columns, columns)
             refs["out"][start + i, span_of_row] = output.astype(refs["out"].dtype)
 
-    def recur(prepared):
-        """Advances the state from node to node, and stores the output of each node."""
-        state_at = states.recurrent.at[layer, slot, head, :, span]
+    def recur(first_node):
+        """Advances the state from node to node, and stores the output of each node.
+
+        Returns the number of visited nodes, which repeat in trees.
+        """
+        state_at, number = states.recurrent.at[layer, slot, head, :, span], count
         if is_only:
-            q, skipped, *given = prepared
+            q, skipped, *given = first_node
             state = advanced(state_at[...], *given)
             output = sum_by_halves(state * q[:, None])
             store(0, output if skipped is None else output + skipped)
         else:
             if prepares:
                 barrier(interpret)  # read by other threads than the writers
-            visit_node = partial(visit, scratch, kept, head_state, store)
+            values_at = partial(values_of, scratch, kept, head_state)
+            visit_node = partial(visit, store)
             if requests.parents is None:
-                state = lax.fori_loop(0, count, visit_node, state_at[...])
+                step = lambda i, state: visit_node(i, values_at(i), state)  # noqa: E731
+                state = lax.fori_loop(0, count, step, state_at[...])
             else:
-                walk(visit_node, state_at, requests.parents, request, count)
+                number = scratch.visits[request, group, 0]
+                visit_at = lambda i: scratch.visits[request, group, 1 + i]  # noqa: E731
+                walk(visit_node, values_at, visit_at, number, state_at[...])
         if advances:
             state_at[...] = state
+        return number
 
-    def finish(some, carry):
+    def finish(some, number):
         """Applies the gated norm to the outputs of some nodes of a head."""
         node, column = some * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, V)[None, :]
-        keep, row = (node < count)[:, None], start + jnp.where(node < count, node, 0)
+        is_node = node < number
+        if requests.parents is not None:
+            visits_at = scratch.visits.at[request, group, 1 + node]
+            node = pltriton.load(visits_at, mask=is_node, other=0) & NODE
+        keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
         read_at = scratch.read.at[request, node[:, None], head, column]
         out = pltriton.load(read_at, mask=keep, other=0.0)
         z = pltriton.load(projected_ref.at[row[:, None], sizes.z + head * V + column])
@@ -311,27 +350,38 @@ def _verify_kernel(reads, _, makes, writes, *, sizes, columns, advances, eps, di
         # A node that is not written gets a row out of bounds, for the interpreter.
         to = refs["out"].at[jnp.where(keep, row[:, None], len(refs["out"])), head * V + column]
         pltriton.store(to, out.astype(refs["out"].dtype), mask=keep)
-        return carry
+        return number
 
     if recurs:
         given = (requests.starts, refs["out"], head, request, 1, V)
-        pl.when(part == 0)(partial(clear_padding, *given, programs=1))
+        is_first = (part == 0) & (pl.program_id(2) == 0)
+        pl.when(is_first)(partial(clear_padding, *given, programs=1))
+    if prepares and requests.parents is not None:
+        lists = group >= 0 if recurs else (group >= 0) & (pl.program_id(0) == 0)
 
-    @pl.when(count > 0)
+        @pl.when(lists)
+        def _():
+            list_visits(scratch.visits, requests.parents, request, count, group, groups)
+
+    @pl.when(count > first)
     def _():
-        prepared = prepare() if prepares else None
+        first_node = prepare() if prepares else None
         if not recurs:
             return
-        recur(prepared)
+        number = recur(first_node)
         if not sizes.has_delta:
             return
         barrier(interpret)
-        arrived = pltriton.atomic_add(scratch.arrivals, (request, head), jnp.int32(1))
 
-        @pl.when(arrived == parts - 1)
+        @pl.when(number > 0)
         def _():
-            scratch.arrivals[request, head] = 0
-            lax.fori_loop(0, lax.div(count + rows - 1, rows), finish, 0)
+            at = (request, head, group)
+            arrived = pltriton.atomic_add(scratch.arrivals, at, jnp.int32(1))
+
+            @pl.when(arrived == parts - 1)
+            def _():
+                scratch.arrivals[at] = 0
+                lax.fori_loop(0, lax.div(number + rows - 1, rows), finish, number)
 
 
 def _first(x, node):

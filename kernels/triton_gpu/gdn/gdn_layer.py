@@ -2,10 +2,10 @@
 
 A program processes some state columns of one request and value head. Causal convolution, norms and
 gates of all nodes are computed at once and stored, in a separate launch if the tiles select it. The
-recurrence then runs from node to node, for each branch of a tree from its trunk, so a node is
-bitwise equal to plain decoding. In GDN the last program of a head to arrive applies the gated norm
-to all outputs of the head. In Mamba2 the norm spans heads, and each program writes its outputs.
-Sums over keys use `sum_by_halves`.
+recurrence then runs from node to node, in a tree along a list of visits per group of leaves, so a
+node is bitwise equal to plain decoding. In GDN the last program of a head and group to arrive
+applies the gated norm to their outputs. In Mamba2 the norm spans heads, and each program writes its
+outputs. Sums over keys use `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.gdn_tiles import MOST_TREE_GROUPS as _MOST_TREE_GROUPS
 from kernels.gdn_tiles import GDNLayerTiles
-from kernels.recurrent_sizes import columns_of, sizes_of
+from kernels.recurrent_sizes import columns_of, size_of_list, sizes_of
 from kernels.triton_gpu.attention.attention import (
     clear_padding,
 )
@@ -36,9 +37,19 @@ from kernels.triton_gpu.gdn.gdn_rows import (
     time_steps,
     unit,
 )
-from kernels.triton_gpu.gdn.gdn_tree import FirstNode, advanced, kept_of, places_of, visit, walk
+from kernels.triton_gpu.gdn.gdn_tree import (
+    NODE,
+    FirstNode,
+    advanced,
+    kept_of,
+    list_visits,
+    places_of,
+    visit,
+    walk,
+)
 from kernels.triton_gpu.gemm.linear import launching
 
+MOST_TREE_GROUPS = tl.constexpr(_MOST_TREE_GROUPS)
 ROWS = 4
 """Rows normalised at once; more would take registers from the recurrence."""
 
@@ -58,7 +69,7 @@ class GDNRequests(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Scratch buffers of programs: node queries, their outputs and arrival counters.
+    """Scratch buffers of programs: node queries, their outputs, visits of trees, arrival counters.
 
     Mamba2 has the skip terms of the outputs in `skipped` and writes outputs to their rows.
     """
@@ -66,6 +77,7 @@ class Scratch(NamedTuple):
     q: Any
     read: Any
     skipped: Any
+    visits: Any
     arrivals: Any
 
 
@@ -74,8 +86,10 @@ class GDNWork(NamedTuple):
 
     Attributes:
       nodes, lanes: Maximum nodes of a request, and the next power of two.
+      prepared: Nodes that a program prepares, a power of two.
       rows: Rows normalised at once.
       columns: State columns of a program.
+      groups, visits: Programs that share the leaves of a tree, and size of their lists of visits.
       advances: Whether this is plain decoding, which writes the new state.
       prepares, recurs: Whether the launch computes the inputs of the recurrence, and whether it
         runs the recurrence.
@@ -83,8 +97,11 @@ class GDNWork(NamedTuple):
 
     nodes: int
     lanes: int
+    prepared: int
     rows: int
     columns: int
+    groups: int
+    visits: int
     is_chain: bool
     advances: bool
     prepares: bool
@@ -106,7 +123,7 @@ def verify(
     row_starts: Int[Tensor, " B1"],
     parents: Int[Tensor, "B N"] | None,
     kept: Sequence[Float[Tensor, "L B N ..."]],
-    arrivals: Int[Tensor, "B H"],
+    arrivals: Int[Tensor, "B H groups"],
     *,
     eps: float,
     digits: int,
@@ -143,21 +160,28 @@ def verify(
     out = projected.new_empty((len(projected), H * V))
     q, values = new((B, N, H, K)), new((B, N, H, V))
     read, skipped = (values, None) if skip is None else (None, values)
-    scratch = Scratch(q=q, read=read, skipped=skipped, arrivals=arrivals)
+    groups, lanes = 1 if parents is None else tiles.groups, triton.next_power_of_2(N)
+    visits = arrivals if parents is None else arrivals.new_empty((B, groups, size_of_list(N)))
+    scratch = Scratch(q=q, read=read, skipped=skipped, visits=visits, arrivals=arrivals)
     main = GDNWork(
         nodes=N,
-        lanes=triton.next_power_of_2(N),
-        rows=min(triton.next_power_of_2(N), ROWS),
+        lanes=lanes,
+        prepared=lanes,
+        rows=min(lanes, ROWS),
         columns=columns_of(tiles.columns, sizes),
+        groups=groups,
+        visits=size_of_list(N),
         is_chain=parents is None,
         advances=not fields,
         prepares=not tiles.prepare_warps,
         recurs=True,
     )
-    launches = [(main, tiles.warps if parents is None else tiles.tree_warps)]
+    launches = [(main, groups, tiles.warps if parents is None else tiles.tree_warps)]
     if tiles.prepare_warps:
-        prepare = main._replace(columns=V, prepares=True, recurs=False)
-        launches.insert(0, (prepare, tiles.prepare_warps))
+        prepared = min(lanes, tiles.prepare_nodes)
+        prepare = main._replace(prepared=prepared, columns=V, prepares=True, recurs=False)
+        programs = triton.cdiv(N, prepared) + (0 if parents is None else groups)
+        launches.insert(0, (prepare, programs, tiles.prepare_warps))
         if main.advances:
             fields = [new(B * H * size) for size in (K, V, 1, 1)]
     weights = GDNLayerWeights(
@@ -169,8 +193,8 @@ def verify(
         norm=norm,
         eps=eps,
     )
-    for work, warps in launches:
-        _verify_kernel[(H * (V // work.columns), B)](
+    for work, programs, warps in launches:
+        _verify_kernel[(H * (V // work.columns), B, programs)](
             projected,
             out,
             weights,
@@ -205,7 +229,7 @@ def _verify_kernel(
     digits: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program per block of state columns of a value head, and request.
+    """One program per block of state columns of a value head, request, and group of leaves.
 
     It prepares the nodes, runs the recurrence, or both. It reloads only values that it, or an
     earlier launch, has stored.
@@ -215,9 +239,9 @@ def _verify_kernel(
     V: tl.constexpr = sizes.V
     columns: tl.constexpr = work.columns
     parts: tl.constexpr = V // columns
-    group: tl.constexpr = H // sizes.key_heads
+    shared_by: tl.constexpr = H // sizes.key_heads
     head, part, request = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
-    key_head = head // group
+    key_head = head // shared_by
     slot = tl.load(requests.slots + request).to(tl.int64)
     start, stop = tl.load(requests.starts + request), tl.load(requests.starts + request + 1)
     key, column = tl.arange(0, K), part * columns + tl.arange(0, columns)
@@ -225,23 +249,31 @@ def _verify_kernel(
     state_at = states.recurrent + in_states
     count = tl.minimum(stop - start, work.nodes)
     is_only: tl.constexpr = work.prepares and work.recurs and (work.advances or work.lanes == 1)
-    is_early: tl.constexpr = is_only or (work.recurs and work.is_chain and not work.prepares)
+    is_early: tl.constexpr = is_only or (work.recurs and not work.prepares)
     keeps: tl.constexpr = not (work.advances and work.recurs)
+    blocks: tl.constexpr = 0 if work.recurs else (work.nodes + work.prepared - 1) // work.prepared
+    first = 0 if work.recurs else tl.program_id(2) * work.prepared
+    group = tl.program_id(2) - blocks
+    parents_at = requests.parents + request * work.nodes
+    visits_at = scratch.visits + (request * work.groups + group) * work.visits
     if is_early:
         state = tl.load(state_at)  # no kernel that may still be running writes it
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    if work.recurs and part == 0:
+    if work.recurs and part == 0 and group == 0:
         padding = tl.load(requests.starts + num_requests) + request
         clear_padding(padding, out_at, num_rows, num_requests, head, 1, H, V)
-    if count == 0:
+    lists: tl.constexpr = work.prepares and not work.is_chain
+    if lists and group >= 0 and (work.recurs or tl.program_id(0) == 0):
+        every_node = tl.arange(0, work.lanes)
+        list_visits(visits_at, parents_at, every_node, count, group, work.groups)
+    if count <= first:
         return
-    node = tl.arange(0, work.lanes)
+    node = first + tl.arange(0, work.prepared)
     is_node = node < count
     row = start + tl.where(is_node, node, 0)
     rows_at = projected_at + row.to(tl.int64) * sizes.width
-    parents_at = requests.parents + request * work.nodes
     number, is_one = (request * work.nodes + node).to(tl.int64), is_node[:, None]
     at = number * H + head
     if work.prepares:
@@ -252,7 +284,7 @@ def _verify_kernel(
         )
         places = places_of(node, count, parents_at, work.is_chain)
         inputs_at = kept.inputs + number[:, None] * sizes.C
-        keeps_key = (head % group == 0) & (part == 0)
+        keeps_key = (head % shared_by == 0) & (part == 0)
         # Each program stores all that it reloads, which frees registers for the next tensor.
         channel = sizes.q + key_head * K
         raw, q = convolved(inputs, weights, places, channel, K, sizes)
@@ -292,9 +324,9 @@ def _verify_kernel(
     if not work.recurs:
         return
 
-    first = (request * work.nodes).to(tl.int64) * H + head
+    root = (request * work.nodes).to(tl.int64) * H + head
     if sizes.has_delta:
-        read_at = scratch.read + first * V
+        read_at = scratch.read + root * V
     else:
         read_at = out_at + (start.to(tl.int64) * H + head) * V
     if is_only:
@@ -312,62 +344,64 @@ def _verify_kernel(
         if work.prepares:
             tl.debug_barrier()  # read by other threads than the writers
         first_node = FirstNode(
-            q=scratch.q + (first * K + key),
-            k=kept.k + (first * K + key),
-            v=kept.v + (first * V + column),
-            log_decay=kept.log_decay + first,
-            beta=kept.beta + first,
-            skipped=None if sizes.has_delta else scratch.skipped + (first * V + column),
+            q=scratch.q + (root * K + key),
+            k=kept.k + (root * K + key),
+            v=kept.v + (root * V + column),
+            log_decay=kept.log_decay + root,
+            beta=kept.beta + root,
+            skipped=None if sizes.has_delta else scratch.skipped + (root * V + column),
             read=read_at + column,
         )
+        if not is_early:
+            state = tl.load(state_at)
         if work.is_chain:
-            if not is_early:
-                state = tl.load(state_at)
             for i in range(0, count):
                 state = visit(state, first_node, i, sizes)
         else:
-            walk(state_at, parents_at, first_node, node, count, sizes)
+            count = tl.load(visits_at)
+            if count == 0:
+                return
+            walk(state, visits_at, count, first_node, sizes)
     if work.advances:
         tl.store(state_at, state)
     if sizes.has_delta:
         tl.debug_barrier()
-        counter = scratch.arrivals + request * H + head
+        counter = scratch.arrivals + (request * H + head) * MOST_TREE_GROUPS + group
         if parts > 1:
             if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
                 return
             tl.store(counter, 0)
-        _finish(
-            projected_at, out_at, read_at, weights, head, start, count, sizes, work.rows, digits
-        )
+        rows_of = _Rows(projected=projected_at, read=read_at, out=out_at, start=start)
+        for some in range(0, count, work.rows):
+            done = some + tl.arange(0, work.rows)
+            is_done = done < count
+            if not work.is_chain:
+                done = tl.load(visits_at + 1 + done, mask=is_done, other=0) & NODE
+            _finish(done, is_done, rows_of, weights, head, sizes, digits)
+
+
+class _Rows(NamedTuple):
+    """Addresses of projected rows, of a head's outputs by node and of output rows; first row."""
+
+    projected: Any
+    read: Any
+    out: Any
+    start: Any
 
 
 @triton.jit
-def _finish(
-    projected_at,
-    out_at,
-    read_at,
-    weights,
-    head,
-    start,
-    count,
-    sizes: tl.constexpr,
-    rows: tl.constexpr,
-    digits: tl.constexpr,
-):
-    """Applies the gated norm to a head's outputs, `rows` nodes at a time."""
+def _finish(node, is_node, rows, weights, head, sizes: tl.constexpr, digits: tl.constexpr):
+    """Applies the gated norm to a head's outputs of some nodes."""
     V: tl.constexpr = sizes.V
     column, weight = tl.arange(0, V)[None, :], tl.load(weights.norm + tl.arange(0, V))[None, :]
-    first_gate = sizes.z + head * V
-    out_at += head * V
-    for some in range(0, count, rows):
-        node = (some + tl.arange(0, rows)).to(tl.int64)[:, None]
-        is_node = node < count
-        out = tl.load(read_at + node * (sizes.H * V) + column, mask=is_node, other=0.0)
-        row = start + node
-        z = tl.load(projected_at + row * sizes.width + first_gate + column, mask=is_node, other=0.0)
-        out = gated_norm(out, z, weight, weights.eps, digits)
-        at = out_at + row * (sizes.H * V) + column
-        tl.store(at, out.to(out_at.dtype.element_ty), mask=is_node)
+    node, is_node = tl.where(is_node, node, 0).to(tl.int64)[:, None], is_node[:, None]
+    out = tl.load(rows.read + node * (sizes.H * V) + column, mask=is_node, other=0.0)
+    row = rows.start + node
+    gate_at = rows.projected + row * sizes.width + (sizes.z + head * V) + column
+    z = tl.load(gate_at, mask=is_node, other=0.0)
+    out = gated_norm(out, z, weight, weights.eps, digits)
+    at = rows.out + row * (sizes.H * V) + (head * V + column)
+    tl.store(at, out.to(rows.out.dtype.element_ty), mask=is_node)
 
 
 @triton.jit

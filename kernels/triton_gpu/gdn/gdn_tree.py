@@ -1,6 +1,6 @@
 """Tree traversal in the verification of GDN and Mamba2 layers (Triton).
 
-Convolution inputs of each node, and the recurrence along the trunk and the branches of a tree.
+Convolution inputs of each node, the visits of a tree, and the recurrence along them.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kernel_limits import MOST_NODES
 from kernels.triton_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
+
+NODE = tl.constexpr(MOST_NODES - 1)
+FROM_TRUNK, TO_TRUNK = tl.constexpr(MOST_NODES), tl.constexpr(2 * MOST_NODES)
+"""Parts of a visit: its node; whether the state before it is the one of the trunk, not of the last
+visit; whether the state after it becomes the one of the trunk."""
 
 
 class NodeReplay(NamedTuple):
@@ -71,34 +77,76 @@ def _above(place, count, parents_at, is_chain: tl.constexpr):
 
 
 @triton.jit
-def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
-    """Visits the nodes of a tree, each after its ancestors.
+def list_visits(visits_at, parents_at, node, count, group, groups: tl.constexpr):
+    """Stores the visits of a tree that reach the leaves number `group`, `group + groups` and so on.
 
-    The trunk is the path to a deepest node. Its state stays in registers while the paths that leave
-    it are visited, so these start at the trunk and not at the root. Leaves with the same parent
-    share its state.
+    The trunk is the path to a deepest of these leaves. Its state is held while the paths that leave
+    it are visited, so these start at the trunk and not at the root. The list is the number of
+    visits, the visits and two of padding.
     """
-    parent = tl.load(parents_at + node, mask=(node > 0) & (node < count), other=-1)
-    bit = tl.full((), 1, tl.int64) << node.to(tl.int64)
-    trunk, end_of_trunk = _trunk(parent, parents_at, node)
-    is_leaf = (node != end_of_trunk) & ~_is_any(parent, node)
-    has_leaves = _is_any(tl.where(is_leaf, parent, -1), node)
-    start = _last_on(trunk, parent, parents_at, node)
-    state = tl.load(state_at)
+    is_node = node < count
+    parent = tl.load(parents_at + node, mask=(node > 0) & is_node, other=-1)
+    path, depth = _paths(parent, parents_at, node)
+    is_leaf = is_node & ~_is_any(parent, node)
+    if groups > 1:
+        is_leaf &= (tl.cumsum(is_leaf.to(tl.int32), 0) - 1) % groups == group
+    lanes: tl.constexpr = node.shape[0]
+    number = tl.where(is_leaf, depth * lanes + node, -1)
+    ends_trunk = is_leaf & (number == tl.max(number))
+    trunk = tl.sum(tl.where(ends_trunk, path, 0))
+    bit = tl.where(is_leaf & ~ends_trunk, tl.full((), 1, tl.int64) << node.to(tl.int64), 0)
+    on, off = path & trunk, path & ~trunk
+    count = 0
     while trunk != 0:
-        trunk_node, trunk = _next(trunk)
-        state = visit(state, first_node, trunk_node, sizes)
-        ends = tl.sum(tl.where(has_leaves & (start == trunk_node), bit, 0))
-        while ends != 0:
-            end, ends = _next(ends)
-            path, branch = _path(end, trunk_node, parents_at), state
-            while path != 0:
-                i, path = _next(path)
-                branch = visit(branch, first_node, i, sizes)
-            leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
-            while leaves != 0:
-                i, leaves = _next(leaves)
-                visit(branch, first_node, i, sizes)
+        i, trunk = _next(trunk)
+        count = _append(visits_at, count, i | FROM_TRUNK | TO_TRUNK)
+        leaves_trunk = (on >> i) == 1  # no later node of the path belongs to the trunk
+        leaves = tl.sum(tl.where(leaves_trunk, bit, 0))
+        while leaves != 0:
+            leaf, leaves = _next(leaves)
+            branch = tl.sum(tl.where(node == leaf, off, 0))
+            source = FROM_TRUNK * 1
+            while branch != 0:
+                i, branch = _next(branch)
+                count = _append(visits_at, count, i | source)
+                source = 0
+    _append(visits_at, _append(visits_at, count, 0), 0)
+    tl.store(visits_at, count)
+
+
+@triton.jit
+def _append(visits_at, count, visit):
+    tl.store(visits_at + (1 + count), visit)
+    return count + 1
+
+
+@triton.jit
+def walk(state, visits_at, number, first_node, sizes: tl.constexpr):
+    """Makes the visits of a list; the values of the next node are read during a visit."""
+    trunk = state
+    this, following = tl.load(visits_at + 1), tl.load(visits_at + 2)
+    values = _values_of(first_node, this & NODE, sizes)
+    for step in range(0, number):
+        later = tl.load(visits_at + (step + 3))
+        next_values = _values_of(first_node, following & NODE, sizes)
+        state = trunk if this & FROM_TRUNK != 0 else state
+        state = _visit(state, values, first_node.read, this & NODE, sizes)
+        if this & TO_TRUNK != 0:
+            trunk = state
+        this, following, values = following, later, next_values
+
+
+@triton.jit
+def _paths(parent, parents_at, node):
+    """Returns the nodes from the root to each node as bits, and the depth of each node."""
+    one = tl.full((), 1, tl.int64)
+    path, above = (one << node.to(tl.int64)) | 1, tl.maximum(parent, 0)
+    depth = (parent >= 0).to(tl.int32)
+    while tl.max(above) > 0:
+        path |= one << above.to(tl.int64)
+        depth += (above > 0).to(tl.int32)
+        above = tl.load(parents_at + above, mask=above > 0, other=0)
+    return path, depth
 
 
 @triton.jit
@@ -117,50 +165,42 @@ def _next(nodes):
     return ((first >> 23) & 0xFF) - 127, nodes & (nodes - 1)
 
 
-@triton.jit
-def _trunk(parent, parents_at, node):
-    """Returns the nodes from the root to a deepest node as bits, and this node."""
-    above, depth = tl.maximum(parent, 0), (parent >= 0).to(tl.int32)
-    while tl.max(above) > 0:
-        depth += (above > 0).to(tl.int32)
-        above = tl.load(parents_at + above, mask=above > 0, other=0)
-    lanes: tl.constexpr = node.shape[0]
-    deepest = tl.max(tl.where(parent >= 0, depth * lanes + node, 0)) % lanes
-    return _path(deepest, 0, parents_at) | 1, deepest
+class NodeValues(NamedTuple):
+    """Values of a node in a program's columns; `factor` is `beta`, for Mamba2 the skip term."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    factor: Any
 
 
 @triton.jit
-def _path(end, first, parents_at):
-    """Returns the nodes below `first` on the path to `end` as bits."""
-    path, above = tl.full((), 0, tl.int64), end
-    while above > first:
-        path |= tl.full((), 1, tl.int64) << above
-        above = tl.load(parents_at + above)
-    return path
-
-
-@triton.jit
-def _last_on(trunk, parent, parents_at, node):
-    """Returns the last node of the trunk on the path to each node."""
-    last = tl.where(parent < 0, 0, node)
-    while tl.min((trunk >> last.to(tl.int64)) & 1) == 0:
-        above = tl.load(parents_at + last, mask=last > 0, other=0)
-        last = tl.where((trunk >> last.to(tl.int64)) & 1 != 0, last, above)
-    return last
+def _values_of(first_node, i, sizes: tl.constexpr):
+    of_keys, of_values = i * (sizes.H * sizes.K), i * (sizes.H * sizes.V)
+    q, k = tl.load(first_node.q + of_keys), tl.load(first_node.k + of_keys)
+    v, log_decay = tl.load(first_node.v + of_values), tl.load(first_node.log_decay + i * sizes.H)
+    if sizes.has_delta:
+        factor = tl.load(first_node.beta + i * sizes.H)
+    else:
+        factor = tl.load(first_node.skipped + of_values)
+    return NodeValues(q=q, k=k, v=v, log_decay=log_decay, factor=factor)
 
 
 @triton.jit
 def visit(state, first_node, i, sizes: tl.constexpr):
     """Returns the state after a node, and stores the node's output."""
-    of_keys, of_values = i * (sizes.H * sizes.K), i * (sizes.H * sizes.V)
-    q, key = tl.load(first_node.q + of_keys), tl.load(first_node.k + of_keys)
-    v, log_decay = tl.load(first_node.v + of_values), tl.load(first_node.log_decay + i * sizes.H)
-    beta = tl.load(first_node.beta + i * sizes.H) if sizes.has_delta else None
-    state = advanced(state, key, v, log_decay, beta, sizes)
-    read_at, output = first_node.read + of_values, sum_by_halves(state * q[:, None])
+    return _visit(state, _values_of(first_node, i, sizes), first_node.read, i, sizes)
+
+
+@triton.jit
+def _visit(state, node, read_at, i, sizes: tl.constexpr):
+    beta = node.factor if sizes.has_delta else None
+    state = advanced(state, node.k, node.v, node.log_decay, beta, sizes)
+    output = sum_by_halves(state * node.q[:, None])
     if not sizes.has_delta:
-        output += tl.load(first_node.skipped + of_values)
-    tl.store(read_at, output.to(read_at.dtype.element_ty))
+        output += node.factor
+    tl.store(read_at + i * (sizes.H * sizes.V), output.to(read_at.dtype.element_ty))
     return state
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kernels.gdn_tiles import MOST_TREE_GROUPS
 from shared.models.mixers import RecurrentConfig
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, any_row_set, is_bfloat16, kernel_or_reference
@@ -60,7 +61,7 @@ class VerifyScratch:
     """
 
     kept: ReplayInputs | Float[Tensor, "L B one C"]
-    arrivals: Int[Tensor, "B H"]
+    arrivals: Int[Tensor, "B H groups"]
 
 
 def verify_scratch(
@@ -69,7 +70,7 @@ def verify_scratch(
     """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
-    arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
+    arrivals = states.recurrent.new_zeros((requests, H, MOST_TREE_GROUPS), dtype=torch.int32)
     if advances:
         return VerifyScratch(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), *([(H,)] if sizes.has_delta else []))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.gdn_tiles import MOST_TREE_GROUPS
 from shared.models.mixers import GatedDeltaConfig, Mamba2Config, RecurrentConfig
 from shared.models.mixers.mamba2 import OutputNorm
 from shared.spec import best_prefixes, draft_tree
@@ -141,7 +142,9 @@ def arguments(
         "layer": layers - 1,
         "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
         "nodes": nodes_of(np.full(B, N, np.int32), N, B * N, parents),
-        "scratch": VerifyScratch(kept.inputs if advances else kept, np.zeros((B, heads), np.int32)),
+        "scratch": VerifyScratch(
+            kept.inputs if advances else kept, np.zeros((B, heads, MOST_TREE_GROUPS), np.int32)
+        ),
     }
 
 
