@@ -51,7 +51,7 @@ from kernels.pallas_gpu.gdn.gdn_tree import (
 )
 from kernels.recurrent_sizes import columns_of, size_of_list, sizes_of
 
-ROWS = 4
+ROWS = 8
 """Rows normalised at once; more would take registers from the recurrence."""
 
 Record = TypeVar("Record", bound=NamedTuple)
@@ -230,8 +230,9 @@ def _verify_kernel(
     parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
     head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
     request, layer = pl.program_id(1), refs["layer"][0]
-    first = 0 if recurs else pl.program_id(2) * prepared
-    group = pl.program_id(2) - (0 if recurs else pl.cdiv(N, prepared))
+    group, lists = pl.program_id(2), prepares and requests.parents is not None
+    # The programs of lists are the first, because they take longest.
+    first = 0 if recurs else (group - (groups if lists else 0)) * prepared
     start, slot = requests.starts[request], requests.slots[request]
     count = jnp.minimum(requests.starts[request + 1] - start, N)
     is_only = prepares and recurs and (advances or N == 1)
@@ -354,16 +355,14 @@ def _verify_kernel(
 
     if recurs:
         given = (requests.starts, refs["out"], head, request, 1, V)
-        is_first = (part == 0) & (pl.program_id(2) == 0)
-        pl.when(is_first)(partial(clear_padding, *given, programs=1))
-    if prepares and requests.parents is not None:
-        lists = group >= 0 if recurs else (group >= 0) & (pl.program_id(0) == 0)
+        pl.when((part == 0) & (group == 0))(partial(clear_padding, *given, programs=1))
+    if lists:
 
-        @pl.when(lists)
+        @pl.when(group < groups if recurs else (group < groups) & (pl.program_id(0) == 0))
         def _():
             list_visits(scratch.visits, requests.parents, request, count, group, groups)
 
-    @pl.when(count > first)
+    @pl.when((first >= 0) & (count > first))
     def _():
         first_node = prepare() if prepares else None
         if not recurs:

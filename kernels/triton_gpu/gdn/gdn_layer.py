@@ -50,7 +50,7 @@ from kernels.triton_gpu.gdn.gdn_tree import (
 from kernels.triton_gpu.gemm.linear import launching
 
 MOST_TREE_GROUPS = tl.constexpr(_MOST_TREE_GROUPS)
-ROWS = 4
+ROWS = 8
 """Rows normalised at once; more would take registers from the recurrence."""
 
 
@@ -251,9 +251,10 @@ def _verify_kernel(
     is_only: tl.constexpr = work.prepares and work.recurs and (work.advances or work.lanes == 1)
     is_early: tl.constexpr = is_only or (work.recurs and not work.prepares)
     keeps: tl.constexpr = not (work.advances and work.recurs)
-    blocks: tl.constexpr = 0 if work.recurs else (work.nodes + work.prepared - 1) // work.prepared
-    first = 0 if work.recurs else tl.program_id(2) * work.prepared
-    group = tl.program_id(2) - blocks
+    lists: tl.constexpr = work.prepares and not work.is_chain
+    group, first = tl.program_id(2), 0
+    if not work.recurs:  # the programs of lists are the first, because they take longest
+        first = (group - (work.groups if lists else 0)) * work.prepared
     parents_at = requests.parents + request * work.nodes
     visits_at = scratch.visits + (request * work.groups + group) * work.visits
     if is_early:
@@ -264,11 +265,10 @@ def _verify_kernel(
     if work.recurs and part == 0 and group == 0:
         padding = tl.load(requests.starts + num_requests) + request
         clear_padding(padding, out_at, num_rows, num_requests, head, 1, H, V)
-    lists: tl.constexpr = work.prepares and not work.is_chain
-    if lists and group >= 0 and (work.recurs or tl.program_id(0) == 0):
+    if lists and group < work.groups and (work.recurs or tl.program_id(0) == 0):
         every_node = tl.arange(0, work.lanes)
         list_visits(visits_at, parents_at, every_node, count, group, work.groups)
-    if count <= first:
+    if (first < 0) | (count <= first):
         return
     node = first + tl.arange(0, work.prepared)
     is_node = node < count
