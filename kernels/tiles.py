@@ -79,10 +79,24 @@ class AttentionTiles:
         check_at_least(self, stages=1, described=0)
 
 
-BLOCKS = 16
+BLOCKS = 64
 """Maximum blocks, of 16 or more pairs each, of a request and KV head in `attention_layer`."""
-MOST_LANES = 16 * BLOCKS
-"""Maximum (query head, row) pairs of a request and KV head there."""
+MOST_LANES, MOST_TREE_LANES = 256, 16 * BLOCKS
+"""Maximum (query head, row) pairs of a request and KV head there, and for trees."""
+
+
+def attention_layer_pairs(pairs: int, nodes: int) -> int:
+    """Returns the pairs for which tiles of `attention_layer` are chosen; 0 to use `attention`.
+
+    Each row of a tree reads the nodes of its own path, so its programs have few rows.
+
+    Args:
+      pairs: (Query head, row) pairs of a request and KV head.
+      nodes: Width of the tree window.
+    """
+    if not nodes:
+        return pairs if pairs <= MOST_LANES else 0
+    return 16 if pairs <= MOST_TREE_LANES else 0
 
 
 @dataclass(frozen=True, kw_only=True)

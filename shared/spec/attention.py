@@ -123,7 +123,7 @@ def sliding_bounds(
     """
     from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # visible nodes from each one on
     slid = np.maximum(first, until + window.sum(axis=1) - size)
-    return np.minimum(slid, until), window & (from_here <= size)
+    return slid, window & (from_here <= size)
 
 
 def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:

@@ -14,7 +14,7 @@ import torch
 
 from kernels.tiles import DecodeAttentionTiles
 from tests.support.attention_layer_kernels import TILES, Found, How
-from tests.support.cases.attention.attention_layer import MixCase, prompt_case, tree_case
+from tests.support.cases.attention.attention_layer import MixCase, prompt_case
 from tests.support.kernels import KERNELS
 from tests.support.sm90_cases import (
     RUN,
@@ -36,22 +36,24 @@ DESCRIBED = DecodeAttentionTiles(
     registers=0,
 )
 CASES: dict[str, Callable[..., MixCase]] = {
-    "trees": partial(tree_case, [16, 9, 1, 0, 16], [500, 130, 0, 65, 2040], nodes=16, columns=34),
+    "blocks": partial(
+        prompt_case, [(500, 516), (130, 139), (0, 1), (65, 65), (2040, 2056)], bucket=16
+    ),
     "chains": partial(
         prompt_case, [(500, 516), (130, 137), (0, 16), (700, 701)], draft_from=(0, 64, 0, 650)
     ),
-    "blocks of pairs": partial(tree_case, [40, 33, 3], [200, 70, 129], nodes=40, columns=8),
+    "blocks of pairs": partial(prompt_case, [(200, 240), (70, 103), (129, 132)], bucket=40),
     "full attention from an offset": partial(
-        tree_case, [16, 9, 16], [500, 130, 300], nodes=16, columns=10, draft_from=(100, 64, 290)
+        prompt_case, [(500, 516), (130, 139), (300, 316)], draft_from=(100, 64, 290)
     ),
-    "spans": partial(tree_case, [16, 5, 16], [5000, 2047, 4096], nodes=16, columns=80),
+    "spans": partial(prompt_case, [(5000, 5016), (2047, 2052), (4096, 4112)]),
 }
 PAIRS = [(name, "model") for name in CASES]
-PAIRS += [(name, "hybrid") for name in ("trees", "spans")]
-PAIRS += [("trees", "group of seven, heads of 64"), ("chains", "pages of two tiles")]
-PAIRS += [("trees", sizes) for sizes in SIZES if sizes.startswith("hybrid, ")]
-PAIRS += [(name, "sinks") for name in ("trees", "spans")]
-PAIRS += [(name, "shared KV") for name in ("trees", "spans")] + [("trees", "shared KV, hybrid")]
+PAIRS += [(name, "hybrid") for name in ("blocks", "spans")]
+PAIRS += [("blocks", "group of seven, heads of 64"), ("chains", "pages of two tiles")]
+PAIRS += [("blocks", sizes) for sizes in SIZES if sizes.startswith("hybrid, ")]
+PAIRS += [(name, "sinks") for name in ("blocks", "spans")]
+PAIRS += [(name, "shared KV") for name in ("blocks", "spans")] + [("blocks", "shared KV, hybrid")]
 
 
 @pytest.fixture(params=KERNELS)
@@ -101,10 +103,10 @@ def test_attention_layer_sm90_bits_independent_of_tile_config(
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_attention_layer_sm90_nan_reaches_only_visible_rows(bad: float, language: str) -> None:
-    case, node = case_of("trees", "model"), 3
+    case, node = case_of("blocks", "model"), 3
     qkv = case.qkv.copy()
-    qkv[node, -1] = bad  # the new value of a node of the first request
+    qkv[node, -1] = bad  # the new value of a row of the first request
     got = RUN[language](replace(case, qkv=qkv), How(True, tiles=DESCRIBED))
-    spoiled = case.rows.window[:, node] & (case.rows.request == 0)
+    spoiled = (case.rows.positions >= case.rows.positions[node]) & (case.rows.request == 0)
     assert 1 <= spoiled.sum() < 16
-    assert_harmed(got, today(language, "trees", "model"), spoiled)
+    assert_harmed(got, today(language, "blocks", "model"), spoiled)

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -10,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from kernels.tiles import BLOCKS, MEASURED, AttentionTiles, DecodeAttentionTiles, Tiles
+from kernels.tiles import (
+    BLOCKS,
+    MEASURED,
+    AttentionTiles,
+    DecodeAttentionTiles,
+    Tiles,
+    attention_layer_pairs,
+)
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import row_bounds
 from shared.spec.reduction_order import ATTENTION, SQUARES, AttentionOrder
@@ -39,6 +47,19 @@ class How(NamedTuple):
 
 
 FUSED, APART = How(True), How(False)
+SHORT = replace(ATTENTION, span=64, split=32, tile=16)
+"""So that a small case has several spans."""
+SHARED = DecodeAttentionTiles(
+    lanes=64,
+    programs=2,
+    splits=3,
+    ones=16,
+    placed=False,
+    described=False,
+    warps=4,
+    stages=2,
+    registers=0,
+)
 ROWS = ("page_table", "request", "places", "first", "until", "window", "is_real")
 
 
@@ -49,6 +70,8 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     item_bytes, pairs = 2 if case.half else 4, case.max_rows * case.group
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}
     table = TILES[language].attention_layer if how.is_fused else TILES[language].attention
+    if how.is_fused:
+        sizes["rows"] = attention_layer_pairs(pairs, case.rows.window.shape[1])
     tiles = table.of(**sizes, requests=len(case.rows.page_table))
     order = how.order.sizes_for(item_bytes)
     attends = {"max_rows": case.max_rows, **order, "scale": case.heads.scale}

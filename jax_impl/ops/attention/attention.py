@@ -191,7 +191,7 @@ def sliding_bounds(
     slid = jnp.maximum(first, until + window.sum(axis=1, dtype=jnp.int32) - size)
     if window.shape[1] > size:  # a tree may be deeper than the window
         window &= lax.cumsum(window.astype(jnp.int32), axis=1, reverse=True) <= size
-    return jnp.minimum(slid, until), window
+    return slid, window
 
 
 def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:

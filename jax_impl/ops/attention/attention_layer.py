@@ -14,7 +14,7 @@ from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import BLOCKS, MOST_LANES
+from kernels.tiles import BLOCKS, MOST_LANES, attention_layer_pairs
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import BOUNDS, Heads
@@ -162,12 +162,13 @@ def kernel_attention_layer(
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
-    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    chosen_for = attention_layer_pairs(pairs, rows.window.shape[1])
+    sizes = {"item_bytes": item_bytes, "head_size": heads.head_size}
     sink_stack, sink_layer = _stacked(sinks)
-    if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
+    if not chosen_for or rows.window.shape[1] > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
-        tiles = kernels.tiles.attention.of(**sizes)
+        tiles = kernels.tiles.attention.of(**sizes, rows=pairs)
         pool, table = (pools, operand(layer)), (rows.page_table, rows.row_starts)
         out = kernels.attention.attend(
             q,
@@ -185,7 +186,7 @@ def kernel_attention_layer(
         )
         return out, kv._replace(pools=pools)
     requests, q, pools = len(rows.page_table), None, kv.pools
-    tiles = kernels.tiles.attention_layer.of(**sizes, requests=requests)
+    tiles = kernels.tiles.attention_layer.of(**sizes, rows=chosen_for, requests=requests)
     if tiles.placed or tiles.described:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
     out, pools, arrivals = kernels.attention_layer.attention_layer(

@@ -3,7 +3,8 @@
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
 writes the new keys and values of its positions before it reads them, except in a layer that reads
 the KV of another layer. The last program to arrive combines the partial results. The reduction
-order equals that of `attend`: the bits of a row do not depend on the number of rows and programs.
+order equals that of `attend`: the bits of a row do not depend on the number of rows and programs,
+and those of a tree's row equal plain decoding.
 """
 
 from functools import partial
@@ -105,7 +106,7 @@ def attention_layer(
     if tiles.registers:
         raise ValueError("registers must be 0: Pallas does not support a limit")
     # Mosaic GPU's interpreter does not support inline PTX.
-    is_wide = tiles.described and softcap is None and not interpret
+    is_wide = tiles.described and softcap is None and not window.shape[1] and not interpret
     if is_wide and q is not None and takes(q.shape[1], kv, tile):
         rows = (bounds, page_table, row_starts, first, until, window, sinks, sink_layer)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
@@ -300,7 +301,9 @@ def _attention_layer_kernel(
             column = (sizes.q_heads * (1 + settings.gated) + head) * D
 
             def write():
-                is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
+                is_written = is_new
+                if order.nodes == 0:  # else a row reads new positions of other programs
+                    is_written &= (place >= share.share_begin) & (place < share.share_end)
                 of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
                 k = rotate(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
                 write_pair(
@@ -345,9 +348,7 @@ def _attention_layer_kernel(
                 store_partial(parts, unit - base, row, q_head, sums, row < stop)
 
             new = _NewRows(places=place, is_bad=is_bad)
-            own_sums = sum_share(
-                q, seen, window, new, bounds, page, share, order, sizes, store=store
-            )
+            own_sums = sum_share(q, seen, new, bounds, page, share, order, sizes, store=store)
 
             def end(sums):
                 if sizes.max_rows > 1:

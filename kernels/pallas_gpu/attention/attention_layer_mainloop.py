@@ -5,6 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.attention.attention import (
     add_tile,
@@ -14,10 +15,10 @@ from kernels.pallas_gpu.attention.attention import (
     scores_of,
 )
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState, fold
-from kernels.pallas_gpu.attention.row_bounds import is_in, visible
+from kernels.pallas_gpu.attention.row_bounds import visible
 
 
-def sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):
+def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
     """Accumulates the positions of a share: tiles into splits, splits into units, which are stored.
 
     A unit is a split or a span. A program with `is_alone` stores none. Positions that no row
@@ -37,26 +38,56 @@ def sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, stor
         position, pages, number = pages_of(seen, number, i, tile)
         return number, *close(i, add_whole(q, seen, position, pages, sums, order), *unit_sums)
 
-    def add_masked(i, carry):
-        number, sums, *unit_sums = carry
-        position, pages, number = pages_of(seen, number, i, tile)
-        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        if order.nodes > 0:
-            node = position - bounds.seen_until
-            both = (jnp.broadcast_to(x, node.shape) for x in (window.any_low, window.any_high))
-            is_read |= is_in(*both, node, order.nodes)
+    def is_bad(position):
+        is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
+        return jnp.max(is_one.astype(jnp.int32), axis=1) != 0
+
+    def add_seen(position, pages, is_read, is_seen, sums):
+        """Adds a tile that is not fully visible to all lanes."""
         if sizes.max_rows > 1:
-            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
-            is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
-        mask = is_read[:, None]
-        load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
+            is_read &= ~is_bad(position)
+        load = partial(load_rows, seen, pages=pages, position=position, mask=is_read[:, None])
         scores = scores_of(q, load(which=0), order)
-        is_seen = visible(position, seen.first, seen.until, window, order.nodes)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         v = load(which=1)
         weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
-        return number, *close(i, add_tile(sums, highest, weights, v), *unit_sums)
+        return add_tile(sums, highest, weights, v)
+
+    def add_masked(i, carry):
+        number, sums, *unit_sums = carry
+        position, pages, number = pages_of(seen, number, i, tile)
+        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
+        is_seen = visible(position, seen.first, seen.until, None, 0)
+        return number, *close(i, add_seen(position, pages, is_read, is_seen, sums), *unit_sums)
+
+    def add_path(i, row, sums):
+        """Adds a tile of a tree's window to the lanes of one row.
+
+        The nodes that the row attends to are at consecutive positions in the order of the sums, as
+        in plain decoding, for any order of the window: a node has the bits of plain decoding.
+        """
+        position = i * tile + lax.iota(jnp.int32, tile)
+        node = lax.iota(jnp.int32, pl.next_power_of_2(order.nodes))
+        in_row = seen.row == row
+        first = jnp.max(jnp.where(in_row, seen.first, 0))
+        at = seen.window_ref.at[row, jnp.minimum(node, order.nodes - 1)]
+        is_node = pltriton.load(at, mask=node < order.nodes, other=0).astype(jnp.int32)
+        path_position = jnp.maximum(first, bounds.seen_until) + jnp.cumsum(is_node) - 1
+        is_here = (path_position[None, :] == position[:, None]) & (is_node[None, :] != 0)
+        slot = jnp.sum(jnp.where(is_here, node[None, :], 0), axis=1)
+        is_path = jnp.max(is_here.astype(jnp.int32), axis=1) != 0
+        is_read = is_path | ((position >= first) & (position < bounds.seen_until))
+        place = jnp.where(is_path, bounds.seen_until + slot, position)
+        column = jnp.where(is_read, lax.div(place, seen.kv_ref.shape[3]), 0)
+        pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
+        return add_seen(place, pages, is_read, is_read[None, :] & in_row[:, None], sums)
+
+    def add_paths(i, carry):
+        number, sums, *unit_sums = carry
+        rows = seen.row.min(), seen.row.max() + 1
+        sums = lax.fori_loop(*rows, partial(add_path, i), sums)
+        return number, *close(i, sums, *unit_sums)
 
     def close(i, *sums):
         ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
@@ -80,4 +111,8 @@ def sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, stor
     nothing = SoftmaxState.nothing(lanes, D, order.ones)
     unit_sums = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
     summed = lax.fori_loop(begin, whole, add, (number, nothing, *unit_sums))
-    return lax.fori_loop(whole, end, add_masked, summed)[-1]
+    if order.nodes == 0:
+        return lax.fori_loop(whole, end, add_masked, summed)[-1]
+    tree = jnp.minimum(jnp.maximum(lax.div(bounds.seen_until, tile), whole), end)
+    summed = lax.fori_loop(whole, tree, add_masked, summed)
+    return lax.fori_loop(tree, end, add_paths, summed)[-1]

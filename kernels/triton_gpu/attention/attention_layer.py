@@ -3,7 +3,8 @@
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
 writes the new keys and values of its positions before it reads them, except in a layer that reads
 the KV of another layer. The last program to arrive combines the partial results. The reduction
-order equals that of `attend`: the bits of a row do not depend on the number of rows and programs.
+order equals that of `attend`: the bits of a row do not depend on the number of rows and programs,
+and those of a tree's row equal plain decoding.
 The positions of the rows are read before the previous kernel has ended, which must not write them.
 """
 
@@ -71,6 +72,15 @@ class NewRows(NamedTuple):
 
     places: Any
     is_bad: Any
+
+
+class LaneRows(NamedTuple):
+    """Rows of a program: the row of each lane, their range, and the tree windows of all rows."""
+
+    of_lane: Any
+    begin: Any
+    end: Any
+    window: Any
 
 
 class Units(NamedTuple):
@@ -170,7 +180,8 @@ def attention_layer(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
-    if tiles.described and softcap is None and q is not None and takes(kv, tile):
+    is_wide = tiles.described and softcap is None and not window.shape[1]
+    if is_wide and q is not None and takes(kv, tile):
         return attention_layer_sm90(
             q,
             projected if gated else None,
@@ -341,7 +352,9 @@ def _attention_layer_kernel(
         )
     if writes:  # noqa: SIM102 - a compile-time condition
         if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
-            is_written = is_new & (place >= share_begin) & (place < share_end)
+            is_written = is_new
+            if order.nodes == 0:  # else a row reads new positions of other programs
+                is_written &= (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # read by other threads than the writers
@@ -375,6 +388,12 @@ def _attention_layer_kernel(
         scale=scale,
     )
     new_places = NewRows(places=place, is_bad=is_bad)
+    lane_rows = LaneRows(
+        of_lane=lane_row,
+        begin=start + block * lanes // group,
+        end=tl.minimum(start + tl.cdiv((block + 1) * lanes, group), stop),
+        window=rows.window,
+    )
     units = Units(
         parts=parts,
         place=place_of_lane,
@@ -389,6 +408,7 @@ def _attention_layer_kernel(
         q,
         seen,
         new_places,
+        lane_rows,
         bounds,
         number,
         from_position,

@@ -9,7 +9,7 @@ from kernels.triton_gpu.attention.attention import (
     offsets,
     scores_of,
 )
-from kernels.triton_gpu.attention.head_dim_padding import in_head
+from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head
 from kernels.triton_gpu.attention.online_softmax import (
     NEGATIVE,
     SoftmaxState,
@@ -17,7 +17,7 @@ from kernels.triton_gpu.attention.online_softmax import (
     no_split,
     no_sums,
 )
-from kernels.triton_gpu.attention.row_bounds import is_in, visible
+from kernels.triton_gpu.attention.row_bounds import visible
 from kernels.triton_gpu.attention.split_kv import store_partial
 
 
@@ -26,6 +26,7 @@ def sum_share(
     q,
     seen,
     new,
+    lane_rows,
     bounds,
     number,
     low,
@@ -53,26 +54,75 @@ def sum_share(
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D, order)
         sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
-    for i in range(whole, end):
+    tree = end
+    if order.nodes > 0:
+        tree = tl.minimum(tl.maximum(bounds.seen_until // tile, whole), end)
+    for i in range(whole, tree):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        if order.nodes > 0:
-            node = position - bounds.seen_until
-            is_read |= is_in(seen.window.any_low, seen.window.any_high, node, order.nodes)
-        if new.is_bad.shape[0] > 1:
-            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
-            is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
-        keep = in_head(is_read[:, None], D)
-        k = tl.load(seen.k + offset, mask=keep, other=0.0)
-        v = tl.load(seen.v + offset, mask=keep, other=0.0)
-        scores = scores_of(q, k, seen.scale, order)
-        is_seen = visible(position, seen.first, seen.until, seen.window, order.nodes)
-        scores = tl.where(is_seen, scores, NEGATIVE)
-        highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
-        weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
-        sums = add_tile(sums, highest, weights, v)
+        is_read &= ~_is_bad(position, new)
+        is_seen = visible(position, seen.first, seen.until, seen.window, 0)
+        sums = _add_seen(q, seen, offset, is_read, is_seen, sums, D, order)
         sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
+    if order.nodes > 0:
+        for i in range(tree, end):
+            for row in range(lane_rows.begin, lane_rows.end):
+                sums = _add_path(q, seen, new, bounds, i, row, lane_rows, sums, heads, order)
+            sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
     return unit_sums
+
+
+@triton.jit
+def _add_path(
+    q, seen, new, bounds, i, row, lane_rows, sums, heads: tl.constexpr, order: tl.constexpr
+):
+    """Adds a tile of a tree's window to the lanes of one row.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding.
+    """
+    D: tl.constexpr = heads.D
+    page: tl.constexpr = heads.page
+    lanes: tl.constexpr = triton.next_power_of_2(order.nodes)
+    position, node = i * order.tile + tl.arange(0, order.tile), tl.arange(0, lanes)
+    in_row = lane_rows.of_lane == row
+    first = tl.max(tl.where(in_row, seen.first, 0))
+    begin = tl.maximum(first, bounds.seen_until)
+    window_at = lane_rows.window + row * order.nodes
+    is_node = tl.load(window_at + node, mask=node < order.nodes, other=0).to(tl.int32)
+    rank = tl.cumsum(is_node) - 1
+    is_here = (rank[None, :] == (position - begin)[:, None]) & (is_node[None, :] != 0)
+    slot = tl.sum(tl.where(is_here, node[None, :], 0), axis=1)
+    is_path = tl.max(is_here.to(tl.int32), axis=1) != 0
+    at = tl.where(is_path, bounds.seen_until + slot, position)
+    is_seen = is_path | ((position >= first) & (position < bounds.seen_until))
+    is_read = is_seen & ~_is_bad(at, new)
+    number = tl.load(seen.table + at // page, mask=is_seen, other=0)
+    offset = ((number.to(tl.int64) * page + at % page) * (heads.k_heads * D))[:, None]
+    offset += columns_of(D)[None, :]
+    is_seen = is_seen[None, :] & in_row[:, None]
+    return _add_seen(q, seen, offset, is_read, is_seen, sums, D, order)
+
+
+@triton.jit
+def _is_bad(position, new):
+    """Returns which positions are new and have a non-finite value."""
+    if new.is_bad.shape[0] == 1:
+        return tl.zeros(position.shape, tl.int1)
+    is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
+    return tl.max(is_one.to(tl.int32), axis=1) != 0
+
+
+@triton.jit
+def _add_seen(q, seen, offset, is_read, is_seen, sums, D: tl.constexpr, order: tl.constexpr):
+    """Adds a tile that is not fully visible to all lanes."""
+    keep = in_head(is_read[:, None], D)
+    k = tl.load(seen.k + offset, mask=keep, other=0.0)
+    v = tl.load(seen.v + offset, mask=keep, other=0.0)
+    scores = tl.where(is_seen, scores_of(q, k, seen.scale, order), NEGATIVE)
+    highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
+    weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
+    return add_tile(sums, highest, weights, v)
 
 
 @triton.jit

@@ -173,7 +173,7 @@ def sliding_bounds(
     slid = torch.maximum(first, until + window.sum(1, dtype=torch.int32) - size)
     if window.shape[1] > size:  # a tree may be deeper than the window
         window = window & (window.int().flip(1).cumsum(1, dtype=torch.int32).flip(1) <= size)
-    return torch.minimum(slid, until), window
+    return slid, window
 
 
 def with_sliding_window(rows: AttentionRows, size: int | None) -> AttentionRows:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import MOST_LANES
+from kernels.tiles import MOST_LANES, attention_layer_pairs
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
@@ -156,11 +156,12 @@ def kernel_attention_layer(
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
-    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
-    if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
+    chosen_for = attention_layer_pairs(pairs, rows.window.shape[1])
+    sizes = {"item_bytes": item_bytes, "head_size": heads.head_size}
+    if not chosen_for or rows.window.shape[1] > MOST_NODES:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
-        tiles = kernels.tiles.attention.of(**sizes)
+        tiles = kernels.tiles.attention.of(**sizes, rows=pairs)
         pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
         return kernels.attention.attend(
             q,
@@ -176,7 +177,7 @@ def kernel_attention_layer(
             **order,
         )
     requests = len(rows.page_table)
-    tiles = kernels.tiles.attention_layer.of(**sizes, requests=requests)
+    tiles = kernels.tiles.attention_layer.of(**sizes, rows=chosen_for, requests=requests)
     q = None
     if tiles.placed or tiles.described:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)

@@ -1,0 +1,61 @@
+"""Rows of draft trees in the attention layer, as kernels: bits of plain decoding."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.attention_layer_kernels import (
+    SHARED,
+    SHORT,
+    Found,
+    How,
+    run_pallas,
+    run_triton,
+)
+from tests.support.cases.attention.attention_layer import MixCase, tree_case
+from tests.support.kernels import INTERPRET, KERNELS
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+@pytest.fixture(params=KERNELS)
+def run(request: pytest.FixtureRequest) -> Callable[..., Found]:
+    return {"pallas": run_pallas, "triton": run_triton}[request.param]
+
+
+def decoded(case: MixCase, request: int, row: int) -> MixCase:
+    """The row as plain decoding computes it: its ancestors at consecutive positions."""
+    nodes = np.flatnonzero(case.rows.window[case.row_starts[request] + row])
+    alone = case.only(request, row)
+    until, table = int(alone.rows.until[0]), alone.rows.page_table[0]
+    page, place = len(case.k_pages[0]), until + np.arange(len(nodes))
+    (source, source_at), (target, target_at) = (
+        (table[x // page], x % page) for x in (until + nodes, place)
+    )
+    pools = [x.copy() for x in (case.k_pages, case.v_pages)]
+    for old, new in zip((case.k_pages, case.v_pages), pools, strict=True):
+        new[target, target_at] = old[source, source_at]
+    now = np.full(1, place[-1], np.int32)
+    rows = replace(alone.rows, places=now, until=now + 1, window=np.zeros((1, 0), bool))
+    return replace(alone, rows=rows, k_pages=pools[0], v_pages=pools[1])
+
+
+@pytest.mark.parametrize("tiles", [None, {"placed": True}, {"programs": 5, "splits": 1}], ids=str)
+def test_tree_row_bits_equal_plain_decoding(tiles: dict | None, run) -> None:
+    """Windows cross tiles, so nodes and their positions in plain decoding differ in tile."""
+    chosen = tiles and replace(SHARED, lanes=16, **tiles)
+    how = How(True, replace(SHORT, split=16), tiles=chosen)
+    case = tree_case([16, 9], [27, 105], nodes=16, columns=9, half=not INTERPRET)
+    got = run(case, how)
+    written = replace(case, k_pages=got.pools[0], v_pages=got.pools[1])
+    num_moved = 0
+    for request, row in [(0, 5), (0, 11), (0, 15), (1, 4), (1, 8)]:
+        alone = decoded(written, request, row)
+        if INTERPRET and run is run_pallas:  # XLA rounds arrays of one row otherwise on a CPU
+            alone = replace(alone, max_rows=case.max_rows)
+        flat = case.row_starts[request] + row
+        num_moved += alone.rows.places[0] != case.rows.places[flat]
+        np.testing.assert_array_equal(run(alone, how).out[0], got.out[flat])
+    assert num_moved >= 4
