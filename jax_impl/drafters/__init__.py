@@ -259,12 +259,13 @@ class Ranking(NamedTuple):
         Args:
           scored, S: See `chain`.
         """
-        request, positions, seen = self._slots(S)
+        _, positions, seen = self._slots(S)
+        positions = positions.reshape(-1, S)
         ranked = lm_head.rank(
             scored,
             seen,
             positions,
-            self.sampling.rows(request),
+            self.sampling,
             positions,
             TARGET_STREAM,
             self.width,

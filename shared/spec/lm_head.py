@@ -96,9 +96,9 @@ def choose(
 def fused_rank(
     projection: Projection,
     seen: TokenCounts,
-    positions: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, "B ..."],
     params: Sampling,
-    keys: Int[np.ndarray, " B"],
+    keys: Int[np.ndarray, "B ..."],
     stream: int,
     width: int,
     columns: Int[np.ndarray, " vocab"] | None,
@@ -112,9 +112,9 @@ def fused_rank(
 def rank(
     projection: Projection,
     seen: TokenCounts,
-    positions: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, "B ..."],
     params: Sampling,
-    keys: Int[np.ndarray, " B"],
+    keys: Int[np.ndarray, "B ..."],
     stream: int,
     width: int,
     is_sampled: bool,

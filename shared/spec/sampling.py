@@ -290,9 +290,9 @@ class RankedCandidates:
 def rank(
     logits: Float[np.ndarray, "B k vocab"],
     seen: TokenCounts,
-    positions: Int[np.ndarray, " B"],
+    positions: Int[np.ndarray, "B ..."],
     sampling: Sampling,
-    keys: Int[np.ndarray, " B"],
+    keys: Int[np.ndarray, "B ..."],
     stream: int,
     width: int,
     is_sampled: bool,
@@ -300,12 +300,10 @@ def rank(
 ) -> RankedCandidates:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
-    All nodes of a request have the same depth, so they share its noise.
-
     Args:
       logits: Drafter's logits, over its vocabulary.
       seen: Token counts before the choice at each of the B * k nodes.
-      positions: Position of the children.
+      positions: Position of the children, of a request (its nodes have one depth) or of each node.
       sampling: Parameters of the requests.
       keys, stream: See `add_gumbel_noise`; the target's own for exact-match acceptance.
       width: Children of a node.
@@ -316,8 +314,9 @@ def rank(
     B, k, vocab = logits.shape
     request = np.repeat(np.arange(B), k)
     flat = over_tokens(logits.reshape(B * k, vocab), columns, seen.counts.shape[1])
-    scores = processed(flat, seen, positions[request], sampling, request, None)
-    noisy = add_gumbel_noise(scores, sampling, request, keys[request], stream)
+    at, keys = (np.broadcast_to(x.reshape(B, -1), (B, k)).ravel() for x in (positions, keys))
+    scores = processed(flat, seen, at, sampling, request, None)
+    noisy = add_gumbel_noise(scores, sampling, request, keys, stream)
     ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
     ids = ids if columns is None else columns[ids]
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)

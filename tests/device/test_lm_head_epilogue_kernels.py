@@ -229,6 +229,8 @@ def test_lm_head_epilogue_children_match_full_logits(language: str, width: int) 
     given |= {"x": made.rows.copy(), "weight": weight, "sampling": params}
     given["x"][17] = weight[3] * 8
     given["x"][18] = 0
+    if width == 3:  # each node has its own position
+        given |= {name: given[name][:, None] + np.int32([0, 1]) for name in ("positions", "keys")}
     run = ranked_in_torch if language == "triton" else ranked_in_jax
     asks, want_ids, want, ids, weights = run(given, width)
     assert set(asks) == {1, 2 if width == 1 else 3}

@@ -203,15 +203,17 @@ def add_gumbel_noise(
 def add_shared_gumbel_noise(
     processed: Float[jax.Array, "B k vocab"],
     sampling: Sampling,
-    keys: Int[jax.Array, " B"],
+    keys: Int[jax.Array, "B ..."],
     stream: Stream,
 ) -> Float[jax.Array, "B k vocab"]:
-    """Same as `add_gumbel_noise`, with one row of noise for the k rows of a request."""
+    """Same as `add_gumbel_noise`, with a key and a row of noise per request, or per node."""
     warm = (sampling.temperature > 0)[:, None, None]
 
     def noisy(processed: Float[jax.Array, "B k vocab"]) -> Float[jax.Array, "B k vocab"]:
-        noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
-        return processed + jnp.where(warm, noise[:, None], 0)
+        B, _, vocab = processed.shape
+        seeds = jnp.repeat(sampling.seed, keys.size // B)
+        noise = gumbel(seeds, keys.ravel(), vocab, stream).reshape(B, -1, vocab)
+        return processed + jnp.where(warm, noise, 0)
 
     return cond_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
@@ -269,11 +271,11 @@ def of_parts(
     kernels: Kernels,
     logits: Float[jax.Array, "R share"],
     seen: TokenCounts,
-    positions: Int[jax.Array, " named"],
+    positions: Int[jax.Array, "named ..."],
     sampling: Sampling,
-    request: Int[jax.Array, " named"],
+    request: Int[jax.Array, "named ..."],
     allowed: Bool[jax.Array, "R vocab"] | None,
-    keys: Int[jax.Array, " named"],
+    keys: Int[jax.Array, "named ..."],
     columns: Int[jax.Array, " size"] | None,
     vocabulary: Vocabulary,
     **how: Any,
@@ -351,9 +353,9 @@ class RankedCandidates(NamedTuple):
 def plain_rank(
     logits: Float[jax.Array, "B k share"],
     seen: TokenCounts,
-    positions: Int[jax.Array, " B"],
+    positions: Int[jax.Array, "B ..."],
     sampling: Sampling,
-    keys: Int[jax.Array, " B"],
+    keys: Int[jax.Array, "B ..."],
     stream: Stream,
     width: int,
     is_sampled: bool,
@@ -363,14 +365,12 @@ def plain_rank(
     """Ranks the children of k nodes of each request as the target will choose among them.
 
     With TP, the returned draft logits are this rank's shard of the target vocabulary.
-
-    Args:
-      logits: Whole logits, or this rank's shard of the head's.
     """
     (B, k, share), vocab = logits.shape, seen.counts.shape[1]
     request = jnp.repeat(jnp.arange(B), k)
+    at = jnp.broadcast_to(positions.reshape(B, -1), (B, k)).ravel()
     tokens = over_tokens(spread(logits.reshape(B * k, share), vocabulary), columns, vocab)
-    edited = _edited(tokens, seen, positions[request], sampling, request, None)
+    edited = _edited(tokens, seen, at, sampling, request, None)
     edited = edited if columns is None else edited[:, columns]
     scores = supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).reshape(B, k, vocab)
@@ -389,9 +389,9 @@ def kernel_rank(
     kernels: Kernels,
     logits: Float[jax.Array, "B k share"],
     seen: TokenCounts,
-    positions: Int[jax.Array, " B"],
+    positions: Int[jax.Array, "B ..."],
     sampling: Sampling,
-    keys: Int[jax.Array, " B"],
+    keys: Int[jax.Array, "B ..."],
     stream: Stream,
     width: int,
     is_sampled: bool,

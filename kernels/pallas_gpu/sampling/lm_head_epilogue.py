@@ -85,9 +85,9 @@ def partial_shapes(rows: int, outputs: int, columns: int) -> dict[str, jax.Shape
 
 def row_outputs(
     seen: Any,
-    positions: Int[jax.Array, " R"],
+    positions: Int[jax.Array, "named ..."],
     sampling: Any,
-    request: Int[jax.Array, " R"],
+    request: Int[jax.Array, "named ..."],
     *,
     num_tokens: int | Int[jax.Array, ""],
     nodes: int = 0,
@@ -107,8 +107,9 @@ def row_outputs(
       is_warm_whole: Rows with a temperature need logits, and no group sums.
     """
     if nodes:
-        request = jnp.repeat(jnp.arange(len(positions)), nodes)
-        positions = positions[request]
+        B = len(positions)
+        request = jnp.repeat(jnp.arange(B), nodes)
+        positions = jnp.broadcast_to(positions.reshape(B, -1), (B, nodes)).ravel()
     is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     is_edited |= (sampling.bias_values != 0).any(axis=1)
     is_edited = is_edited[request] | (positions < sampling.min_length[request])

@@ -82,6 +82,7 @@ class SamplingSizes(NamedTuple):
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
       columns_by_request: Each request has its own columns.
+      positions_by_node: Each node of a request has its own position and key.
       has_partials: The LM head stored block partials, so rows with a temperature are searched like
         rows with a filter.
     """
@@ -99,6 +100,7 @@ class SamplingSizes(NamedTuple):
     share: int
     has_partials: bool = False
     columns_by_request: bool = False
+    positions_by_node: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -117,12 +119,12 @@ class RowSampling(NamedTuple):
 def inputs_of(
     logits: Float[jax.Array, "R vocab"],
     seen: Any,
-    positions: Int[jax.Array, " named"],
+    positions: Int[jax.Array, "named ..."],
     sampling: Any,
-    request: Int[jax.Array, " named"],
+    request: Int[jax.Array, "named ..."],
     allowed: Bool[jax.Array, "R vocab"] | None,
     columns: Int[jax.Array, "*B vocab"] | None,
-    keys: Int[jax.Array, " named"],
+    keys: Int[jax.Array, "named ..."],
     stream: int | Int[jax.Array, ""],
     part: VocabShard | None,
 ) -> SamplingInputs:
@@ -133,8 +135,8 @@ def inputs_of(
         every=logits if part is None else part.every,
         first=seen.slots if part is None else part.first,
         request=request,
-        positions=positions,
-        keys=keys,
+        positions=positions.ravel(),
+        keys=keys.ravel(),
         slots=seen.slots,
         counts=seen.counts,
         path=seen.path if has_path else seen.slots,
@@ -163,6 +165,7 @@ def sizes_of(
     sampling: Any,
     allowed: jax.Array | None,
     nodes: int,
+    positions: jax.Array,
     columns: jax.Array | None,
     has_partials: bool = False,
     ranks: int = 1,
@@ -184,13 +187,14 @@ def sizes_of(
         share=share,
         has_partials=has_partials,
         columns_by_request=columns is not None and columns.ndim > 1,
+        positions_by_node=positions.ndim > 1,
     )
 
 
 def row_sampling(inputs, row, sizes):
     """Loads the sampling parameters of a row."""
     request = lax.div(row, sizes.nodes) if sizes.nodes else inputs.request[row]
-    named = request if sizes.nodes else row  # positions and keys are per request or per row
+    named = request if sizes.nodes and not sizes.positions_by_node else row
     temperature = inputs.temperature[request]
     is_filtered = (inputs.top_p[request] < 1) | (inputs.top_k[request] < sizes.vocab)
     is_filtered = (is_filtered | (inputs.min_p[request] > 0) | sizes.has_partials) & (

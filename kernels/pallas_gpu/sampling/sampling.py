@@ -106,9 +106,9 @@ def score(
 def rank(
     logits: Float[jax.Array, "B k vocab"],
     seen: Any,
-    positions: Int[jax.Array, " B"],
+    positions: Int[jax.Array, "B ..."],
     sampling: Any,
-    keys: Int[jax.Array, " B"],
+    keys: Int[jax.Array, "B ..."],
     stream: int | Int[jax.Array, ""],
     width: int,
     is_sampled: bool,
@@ -156,11 +156,11 @@ def rank(
 def shard_partials(
     logits: Float[jax.Array, "R share"],
     seen: Any,
-    positions: Int[jax.Array, " named"],
+    positions: Int[jax.Array, "named ..."],
     sampling: Any,
-    request: Int[jax.Array, " named"],
+    request: Int[jax.Array, "named ..."],
     allowed: Bool[jax.Array, "R vocab"] | None,
-    keys: Int[jax.Array, " named"],
+    keys: Int[jax.Array, "named ..."],
     columns: Int[jax.Array, " vocab"] | None,
     part: VocabShard,
     *,
@@ -212,12 +212,12 @@ def shard_partials(
 def _ranked(
     logits: Float[jax.Array, "R vocab"],
     seen: Any,
-    positions: Int[jax.Array, " named"],
+    positions: Int[jax.Array, "named ..."],
     sampling: Any,
-    request: Int[jax.Array, " named"],
+    request: Int[jax.Array, "named ..."],
     allowed: Bool[jax.Array, "R vocab"] | None,
     *,
-    keys: Int[jax.Array, " named"],
+    keys: Int[jax.Array, "named ..."],
     stream: int | Int[jax.Array, ""],
     width: int,
     is_scored: bool,
@@ -247,7 +247,9 @@ def _ranked(
     given = (logits, seen, positions, sampling, request, allowed, columns, keys, stream, part)
     inputs = inputs_of(*given)
     has_partials = held is not None and tau is None
-    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, has_partials, **of_ranks)
+    sizes = sizes_of(
+        vocab, seen, sampling, allowed, nodes, positions, columns, has_partials, **of_ranks
+    )
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32

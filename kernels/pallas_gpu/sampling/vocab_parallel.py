@@ -46,7 +46,7 @@ GROUP = 2 * PAIRS
 
 
 def rows_with_filters(
-    sampling: Any, request: Int[jax.Array, " named"], rows: int, nodes: int, vocab: int
+    sampling: Any, request: Int[jax.Array, "named ..."], rows: int, nodes: int, vocab: int
 ) -> Int32[jax.Array, " R_and_1"]:
     """Returns the rows with a filter, in order; the last entry is their number.
 

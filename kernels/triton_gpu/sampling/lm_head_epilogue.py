@@ -89,9 +89,9 @@ class RowOutputs(NamedTuple):
 
 def row_outputs(
     seen: Any,
-    positions: Int[Tensor, " R"],
+    positions: Int[Tensor, "named ..."],
     sampling: Any,
-    request: Int[Tensor, " R"],
+    request: Int[Tensor, "named ..."],
     *,
     num_tokens: int,
     nodes: int = 0,
@@ -115,7 +115,7 @@ def row_outputs(
     _asking_kernel[(R,)](
         inputs_of(temperature, *given, None, positions, 0, None),
         *(asks, temperature, tokens, num_tokens),
-        sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, nodes, None),
+        sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, nodes, positions, None),
         rest=rest,
         is_warm_whole=is_warm_whole,
         num_warps=1,

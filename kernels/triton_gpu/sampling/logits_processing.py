@@ -80,6 +80,7 @@ class SamplingSizes(NamedTuple):
     Attributes:
       ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
       columns_by_request: Each request has its own columns.
+      positions_by_node: Each node of a request has its own position and key.
       has_partials: The LM head stored block partials, so rows with a temperature are searched like
         rows with a filter.
     """
@@ -97,6 +98,7 @@ class SamplingSizes(NamedTuple):
     share: int
     has_partials: bool = False
     columns_by_request: bool = False
+    positions_by_node: bool = False
 
 
 class RowSampling(NamedTuple):
@@ -115,12 +117,12 @@ class RowSampling(NamedTuple):
 def inputs_of(
     logits: Float[Tensor, "R vocab"],
     seen: Any,
-    positions: Int[Tensor, " named"],
+    positions: Int[Tensor, "named ..."],
     sampling: Any,
-    request: Int[Tensor, " named"],
+    request: Int[Tensor, "named ..."],
     allowed: Bool[Tensor, "R vocab"] | None,
     columns: Int[Tensor, "*B vocab"] | None,
-    keys: Int[Tensor, " named"],
+    keys: Int[Tensor, "named ..."],
     stream: int,
     part: VocabShard | None,
 ) -> SamplingInputs:
@@ -163,6 +165,7 @@ def sizes_of(
     sampling: Any,
     allowed: Tensor | None,
     nodes: int,
+    positions: Tensor,
     columns: Tensor | None,
     has_partials: bool = False,
     ranks: int = 1,
@@ -184,6 +187,7 @@ def sizes_of(
         share=share,
         has_partials=has_partials,
         columns_by_request=columns is not None and columns.ndim > 1,
+        positions_by_node=positions.ndim > 1,
     )
 
 
@@ -191,7 +195,7 @@ def sizes_of(
 def row_sampling(inputs, row, sizes: tl.constexpr):
     """Loads the sampling parameters of a row."""
     request = row // sizes.nodes if sizes.nodes > 0 else row
-    named = request  # positions and keys are per request or per row
+    named = row if sizes.positions_by_node else request
     if sizes.nodes == 0:
         request, named = tl.load(inputs.request + row).to(tl.int32), row
     position = tl.load(inputs.positions + named)

@@ -97,9 +97,9 @@ def score(
 def rank(
     logits: Float[Tensor, "B k vocab"],
     seen: Any,
-    positions: Int[Tensor, " B"],
+    positions: Int[Tensor, "B ..."],
     sampling: Any,
-    keys: Int[Tensor, " B"],
+    keys: Int[Tensor, "B ..."],
     stream: int,
     width: int,
     is_sampled: bool,
@@ -142,11 +142,11 @@ def rank(
 def shard_partials(
     logits: Float[Tensor, "R share"],
     seen: Any,
-    positions: Int[Tensor, " named"],
+    positions: Int[Tensor, "named ..."],
     sampling: Any,
-    request: Int[Tensor, " named"],
+    request: Int[Tensor, "named ..."],
     allowed: Bool[Tensor, "R vocab"] | None,
-    keys: Int[Tensor, " named"],
+    keys: Int[Tensor, "named ..."],
     columns: Int[Tensor, " vocab"] | None,
     part: VocabShard,
     *,
@@ -195,12 +195,12 @@ def shard_partials(
 def _ranked(
     logits: Float[Tensor, "R vocab"],
     seen: Any,
-    positions: Int[Tensor, " named"],
+    positions: Int[Tensor, "named ..."],
     sampling: Any,
-    request: Int[Tensor, " named"],
+    request: Int[Tensor, "named ..."],
     allowed: Bool[Tensor, "R vocab"] | None,
     *,
-    keys: Int[Tensor, " named"],
+    keys: Int[Tensor, "named ..."],
     stream: int,
     width: int,
     is_scored: bool,
@@ -254,7 +254,7 @@ def _ranked(
     )
     fixed = {
         "sizes": sizes_of(
-            vocab, seen, params, allowed, nodes, columns, held is not None, **of_ranks
+            vocab, seen, params, allowed, nodes, positions, columns, held is not None, **of_ranks
         ),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: same bits as Pallas
     }

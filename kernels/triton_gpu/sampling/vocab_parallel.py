@@ -45,7 +45,7 @@ GROUP = 2 * PAIRS.value
 
 
 def rows_with_filters(
-    sampling: Any, request: Int[Tensor, " named"], rows: int, nodes: int, vocab: int
+    sampling: Any, request: Int[Tensor, "named ..."], rows: int, nodes: int, vocab: int
 ) -> Int32[Tensor, " R_and_1"]:
     """Returns the rows with a filter, in order; the last entry is their number.
 

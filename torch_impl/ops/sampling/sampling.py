@@ -211,14 +211,16 @@ def _noise(
 
 
 def add_shared_gumbel_noise(
-    processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
+    scores: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, "B ..."], stream: int
 ) -> Float[Tensor, "B k vocab"]:
-    """Same as `add_gumbel_noise`, with one row of noise for the k rows of a request."""
+    """Same as `add_gumbel_noise`, with a key and a row of noise per request, or per node."""
     warm = sampling.temperature > 0
     if not any_row_set(warm):
-        return processed
-    noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
-    return processed + torch.where(warm[:, None], noise, 0)[:, None]
+        return scores
+    keys = keys.reshape(len(keys), -1)
+    seeds = sampling.seed[:, None].expand_as(keys).flatten()
+    noise = gumbel(seeds, keys.flatten(), scores.shape[2], stream).unflatten(0, keys.shape)
+    return scores + torch.where(warm[:, None, None], noise, 0)
 
 
 @dataclass(frozen=True)
@@ -271,11 +273,11 @@ def of_parts(
     kernels: Kernels,
     logits: Float[Tensor, "R share"],
     seen: TokenCounts,
-    positions: Int[Tensor, " named"],
+    positions: Int[Tensor, "named ..."],
     sampling: Sampling,
-    request: Int[Tensor, " named"],
+    request: Int[Tensor, "named ..."],
     allowed: Bool[Tensor, "R vocab"] | None,
-    keys: Int[Tensor, " named"],
+    keys: Int[Tensor, "named ..."],
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary,
     **how: Any,
@@ -350,9 +352,9 @@ class RankedCandidates:
 def plain_rank(
     logits: Float[Tensor, "B k share"],
     seen: TokenCounts,
-    positions: Int[Tensor, " B"],
+    positions: Int[Tensor, "B ..."],
     sampling: Sampling,
-    keys: Int[Tensor, " B"],
+    keys: Int[Tensor, "B ..."],
     stream: int,
     width: int,
     is_sampled: bool,
@@ -365,8 +367,9 @@ def plain_rank(
     """
     (B, k, _), vocab = logits.shape, seen.counts.shape[1]
     request = torch.arange(B, device=logits.device).repeat_interleave(k)
+    at = positions.reshape(B, -1).expand(B, k).flatten()
     tokens = over_tokens(spread(logits.flatten(0, 1), vocabulary), columns, vocab)
-    edited = _edited(tokens, seen, positions[request], sampling, request, None)
+    edited = _edited(tokens, seen, at, sampling, request, None)
     edited = edited if columns is None else edited[:, columns]
     scores = supported(edited, sampling, request, vocabulary)
     by_node = over_tokens(scores, columns, vocab).unflatten(0, (B, k))
@@ -385,9 +388,9 @@ def kernel_rank(
     kernels: Kernels,
     logits: Float[Tensor, "B k share"],
     seen: TokenCounts,
-    positions: Int[Tensor, " B"],
+    positions: Int[Tensor, "B ..."],
     sampling: Sampling,
-    keys: Int[Tensor, " B"],
+    keys: Int[Tensor, "B ..."],
     stream: int,
     width: int,
     is_sampled: bool,

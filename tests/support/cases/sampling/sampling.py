@@ -79,12 +79,14 @@ def mixed_arguments(seed: int, *, vocab: int, is_masked: bool) -> Arguments:
     }
 
 
-def ranked_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
-    """Two nodes of each of eight requests."""
+def ranked_arguments(seed: int, *, vocab: int, stream: int, by_node: bool = False) -> Arguments:
+    """Two nodes of each of eight requests; `by_node`: with their own positions."""
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal((8, NODES, vocab), np.float32)
     logits[:, :, 9] = logits[:, :, 3]
     positions = np.arange(5, 13, dtype=np.int32)
+    if by_node:
+        positions = positions[:, None] + rng.permutation(NODES).astype(np.int32)
     return {
         "logits": logits,
         "seen": mixed_seen(rng, 8 * NODES, vocab),
@@ -178,6 +180,10 @@ _SMALL = {
     "any rows, masked": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=True)),
     "as the target": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
     "draft vocabulary": ("rank", partial(drafted_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
+    "positions by node": (
+        "rank",
+        partial(ranked_arguments, vocab=_VOCAB, stream=TARGET_STREAM, by_node=True),
+    ),
     "sampled": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=False)),
     "sampled, draft vocabulary": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=True)),
     "noise of its own": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=DRAFT_STREAM + 1)),
