@@ -302,7 +302,7 @@ def _attention_layer_kernel(
 
             def write():
                 is_written = is_new
-                if order.nodes == 0:  # else a row reads new positions of other programs
+                if order.nodes == 0:
                     is_written &= (place >= share.share_begin) & (place < share.share_end)
                 of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
                 k = rotate(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
@@ -326,7 +326,10 @@ def _attention_layer_kernel(
                 q = load_head(q_ref.at[at], D)
             else:
                 if settings.has_kv:
-                    has_new = bounds.new_from < share.share_end
+                    written_from = bounds.new_from
+                    if order.nodes > 0:  # a path begins before the new nodes
+                        written_from = jnp.minimum(written_from, bounds.seen_until)
+                    has_new = written_from < share.share_end
                     has_new &= bounds.new_until > share.share_begin
                     pl.when(has_new)(write)
                 q = rotate(fetched or fetch_q(), turning).astype(projected.rows.dtype)

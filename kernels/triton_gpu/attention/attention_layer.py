@@ -3,8 +3,8 @@
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
 writes the new keys and values of its positions before it reads them, except in a layer that reads
 the KV of another layer. The last program to arrive combines the partial results. The reduction
-order equals that of `attend`: the bits of a row do not depend on the number of rows and programs,
-and those of a tree's row equal plain decoding.
+order equals that of `attend`, and that of a tree's row plain decoding: the bits of a row do not
+depend on the number of rows and programs.
 The positions of the rows are read before the previous kernel has ended, which must not write them.
 """
 
@@ -350,11 +350,13 @@ def _attention_layer_kernel(
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if writes:  # noqa: SIM102 - a compile-time condition
-        if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
-            is_written = is_new
-            if order.nodes == 0:  # else a row reads new positions of other programs
-                is_written &= (place >= share_begin) & (place < share_end)
+    if writes:
+        begin, is_written = bounds.new_from, is_new
+        if order.nodes > 0:  # a path begins before the new nodes, and has some of other programs
+            begin = tl.minimum(begin, bounds.seen_until)
+        else:
+            is_written &= (place >= share_begin) & (place < share_end)
+        if (begin < share_end) & (bounds.new_until > share_begin):
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # read by other threads than the writers
@@ -389,10 +391,7 @@ def _attention_layer_kernel(
     )
     new_places = NewRows(places=place, is_bad=is_bad)
     lane_rows = LaneRows(
-        of_lane=lane_row,
-        begin=start + block * lanes // group,
-        end=tl.minimum(start + tl.cdiv((block + 1) * lanes, group), stop),
-        window=rows.window,
+        of_lane=lane_row, begin=tl.min(lane_row), end=tl.max(lane_row) + 1, window=rows.window
     )
     units = Units(
         parts=parts,
