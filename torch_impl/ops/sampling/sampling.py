@@ -211,16 +211,18 @@ def _noise(
 
 
 def add_shared_gumbel_noise(
-    scores: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, "B ..."], stream: int
+    processed: Float[Tensor, "B k vocab"],
+    sampling: Sampling,
+    keys: Int[Tensor, "B ..."],
+    stream: int,
 ) -> Float[Tensor, "B k vocab"]:
     """Same as `add_gumbel_noise`, with a key and a row of noise per request, or per node."""
     warm = sampling.temperature > 0
     if not any_row_set(warm):
-        return scores
-    keys = keys.reshape(len(keys), -1)
-    seeds = sampling.seed[:, None].expand_as(keys).flatten()
-    noise = gumbel(seeds, keys.flatten(), scores.shape[2], stream).unflatten(0, keys.shape)
-    return scores + torch.where(warm[:, None, None], noise, 0)
+        return processed
+    seeds = sampling.seed.repeat_interleave(keys.numel() // len(keys))
+    noise = gumbel(seeds, keys.flatten(), processed.shape[2], stream).unflatten(0, (len(keys), -1))
+    return processed + torch.where(warm[:, None, None], noise, 0)
 
 
 @dataclass(frozen=True)
