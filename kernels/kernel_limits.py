@@ -37,7 +37,7 @@ def arrivals_of_experts(rows: int, hidden: int) -> int:
 
 def fits_latent_sm90(page: int, size: int, nodes: int, rank: int, tile: int) -> bool:
     """Returns whether `latent_attention_sm90` supports the sizes: 512 latent columns and 64 of rope
-    keys, pages of whole tiles, windows of at most 64 nodes.
+    keys, pages of whole tiles, rows without tree windows.
 
     Args:
       page: Positions of a page.
@@ -46,4 +46,4 @@ def fits_latent_sm90(page: int, size: int, nodes: int, rank: int, tile: int) -> 
       tile: Positions of a tile.
     """
     is_wide = (rank, size) == (SM90_RANK, SM90_RANK + SM90_ROPE)
-    return is_wide and tile == SM90_TILE and page % tile == 0 and nodes <= MOST_NODES
+    return is_wide and tile == SM90_TILE and page % tile == 0 and nodes == 0

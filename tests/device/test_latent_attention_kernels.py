@@ -154,6 +154,38 @@ def test_latent_attention_row_is_batch_invariant(changes: dict[str, int], langua
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+def decoded(case: AttendCase, request: int, row: int) -> AttendCase:
+    """Returns a row as plain decoding computes it: its ancestors at consecutive positions."""
+    rows = only(case, request, slice(row, row + 1)).rows
+    nodes, until = np.flatnonzero(rows.window[0]), int(rows.until[0])
+    page, places = rows.k_pages.shape[1], until + np.arange(len(nodes))
+    (source, source_at), (target, target_at) = (
+        (rows.page_table[0, x // page], x % page) for x in (until + nodes, places)
+    )
+    pages = rows.k_pages.copy()
+    pages[target, target_at] = rows.k_pages[source, source_at]
+    end = rows.until + np.array([len(nodes), 0], np.int32)
+    rows = replace(rows, k_pages=pages, until=end, window=np.zeros((2, 0), bool))
+    return replace(case, rows=rows)
+
+
+@pytest.mark.parametrize("changes", [ALONE, SHARED, ALONE | {"lanes": 32}], ids=str)
+def test_latent_tree_row_bits_equal_plain_decoding(changes: dict[str, int], run: Run) -> None:
+    """Windows cross tiles and splits, so nodes and their positions in decoding differ in both."""
+    order = replace(LATENT_ATTENTION, near=256, split=64, far_split=256)
+    lengths, how = [59, 505], {"nodes": 40, "columns": 35, "half": not INTERPRET}
+    case = attend_case(tree_case, 5, (32, 16), num_nodes=[40, 9], lengths=lengths, **how)
+    got, starts, num_moved = run(case, order, **changes), case.rows.row_starts, 0
+    for request, row in [(0, 5), (0, 15), (0, 39), (1, 4), (1, 8)]:
+        flat = starts[request] + row
+        alone = decoded(case, request, flat)
+        if INTERPRET:  # products of fewer lanes are rounded otherwise on a CPU
+            alone = replace(alone, rows=replace(alone.rows, max_rows=case.rows.max_rows))
+        num_moved += alone.rows.until[0] != lengths[request] + row + 1
+        np.testing.assert_array_equal(run(alone, order, **changes)[0], got[flat])
+    assert num_moved >= 4
+
+
 def test_latent_attention_bits_independent_of_chunking(run: Run) -> None:
     case = attend_case(prompt_case, 5, (32, 16), chunks=[(0, 70)], page=16)
     whole = run(case, **ALONE)
@@ -266,13 +298,10 @@ ON_A_GPU = pytest.mark.skipif(not ON_GPU, reason="no interpreter has WGMMA and T
 SM90, NARROW = 64, 32
 """Lanes of the kernel with WGMMA and TMA, and of the other."""
 sm90_case = partial(attend_case, sizes=(512, 64), page=64, half=True)
-sm90_trees = partial(sm90_case, tree_case, lengths=[70, 1530, 0], columns=25)
 SM90_CASES = {
     "prompts": sm90_case(prompt_case, 20, chunks=[(0, 70), (1000, 1033), (20, 21)]),
     "many blocks": sm90_case(prompt_case, 128, chunks=[(900, 1000)]),
-    "trees": sm90_trees(20, num_nodes=[7, 6, 5]),
-    "wide trees": sm90_trees(5, num_nodes=[40, 7, 33], nodes=40),
-    "request without rows": sm90_trees(5, num_nodes=[4, 0, 2]),
+    "request without rows": sm90_case(prompt_case, 5, chunks=[(70, 74), (0, 0), (1530, 1532)]),
 }
 EACH = pytest.mark.parametrize("language", KERNELS)
 
@@ -313,13 +342,13 @@ def test_latent_attention_sm90_bitwise_equal(
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @EACH
 def test_latent_attention_sm90_nan_reaches_only_visible_rows(bad: float, language: str) -> None:
-    case, node = SM90_CASES["trees"], 1
+    case, position = SM90_CASES["prompts"], 1010
     rows = case.rows
     pages = rows.k_pages.copy()
-    pages[rows.page_table[0, (70 + node) // 64], (70 + node) % 64, :, 3] = bad
+    pages[rows.page_table[1, position // 64], position % 64, :, 3] = bad
     got = run_alone(language, replace(case, rows=replace(rows, k_pages=pages)), SM90)
-    spoiled = rows.window[:, node] & (rows.request == 0)
-    assert 1 <= spoiled.sum() < 7
+    spoiled = (rows.until > position) & (rows.request == 1)
+    assert 1 <= spoiled.sum() < 33
     assert not np.isfinite(got[spoiled]).all(axis=(1, 2)).any()
     np.testing.assert_array_equal(got[~spoiled], run_alone(language, case, SM90)[~spoiled])
 

@@ -5,8 +5,8 @@ All heads of a request read the same cached rows, `[latent | rope key]`; values 
 lane is a (row, head) pair. Products are transposed (swap-AB): positions and latent columns are the
 wide sides of the tensor core, lanes the narrow one. A tile of positions is loaded once, for scores
 and values. The splits of positions are fixed, so results are batch-invariant and independent of the
-rows, lanes and programs of the request. `kernels/__init__.py` lists what must equal the Triton
-twin.
+rows, lanes and programs of the request. A row of a tree has the bits of plain decoding.
+`kernels/__init__.py` lists what must equal the Triton twin.
 """
 
 from functools import partial
@@ -95,7 +95,6 @@ def attend_latent(
             row_starts,
             first,
             until,
-            window,
             near=near,
             split=split,
             far_split=far_split,

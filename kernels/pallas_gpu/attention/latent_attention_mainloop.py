@@ -112,10 +112,24 @@ def sum_positions(refs, seen, own, tiles, store, work):
     q = _load_latents(refs.q, at, is_lane[:, None], work)
     q_rope = _load_rope(refs.q, at, is_lane[:, None], work)
 
-    def add(i, carry):
+    tree, row_begin, rows, stop = end, 0, 1, end
+    if work.nodes > 0:
+        # From tile `tree` on, each row reads the tiles along its own path.
+        tree = jnp.minimum(jnp.maximum(lax.div(seen.whole_until, work.tile), begin), end)
+        row_begin, rows = jnp.min(seen.row), jnp.max(seen.row) - jnp.min(seen.row) + 1
+        stop = tree + (end - tree) * rows
+
+    def add(step, carry):
         number, split, total = carry
-        at, number = _tile_at(seen, number, i, work)
-        inside = (i * work.tile + lax.iota(jnp.int32, work.tile) < seen.high)[:, None]
+        i, path_row = step, row_begin
+        if work.nodes > 0:
+            visit = jnp.maximum(step - tree, 0)
+            i = jnp.minimum(step, tree) + lax.div(visit, rows)
+            path_row += lax.rem(visit, rows)
+            at, inside = _path_tile_at(seen, i, path_row, work)
+        else:
+            at, number = _tile_at(seen, number, i, work)
+            inside = (i * work.tile + lax.iota(jnp.int32, work.tile) < seen.high)[:, None]
         latents = _load_latents(seen.pool_ref, at, inside, work)
         keys = _load_rope(seen.pool_ref, at, inside, work)
         scores = _scores(q, q_rope, latents, keys, work)
@@ -123,14 +137,18 @@ def sum_positions(refs, seen, own, tiles, store, work):
         is_partly = (i * work.tile < seen.whole_from) | ((i + 1) * work.tile > seen.whole_until)
         scores, is_bad = lax.cond(
             is_partly,
-            lambda: _masked(scores, seen, i, work),
+            lambda: _masked(scores, seen, i, path_row, step < tree, work),
             lambda: (scores, jnp.zeros((work.tile,), jnp.int32)),
         )
         split, weights = _rescaled(split, scores, keys.dtype)
 
         def add_clean():
-            keep = inside & (is_bad == 0)[:, None]
-            loads = (partial(_load_block, seen.pool_ref, at, keep, j, work) for j in range(len(q)))
+            place, is_read = at, inside
+            if work.nodes > 0:  # computed again, to save registers
+                place, is_read = _path_tile_at(seen, i, path_row, work)
+            keep = is_read & (is_bad == 0)[:, None]
+            load = partial(_load_block, seen.pool_ref, place, keep)
+            loads = (partial(load, j, work) for j in range(len(q)))
             return tuple(
                 _product(x(), weights, y) for x, y in zip(loads, split.blocks, strict=True)
             )
@@ -141,6 +159,8 @@ def sum_positions(refs, seen, own, tiles, store, work):
 
         split = split._replace(blocks=lax.cond(jnp.max(is_bad) > 0, add_clean, add_all))
         is_end = (lax.rem(i + 1, split_tiles(i, work)) == 0) | (i + 1 == end)
+        if work.nodes > 0:
+            is_end &= (step < tree) | (path_row == row_begin + rows - 1)
         return number, *lax.cond(is_end, lambda: close(i, split, total), lambda: (split, total))
 
     def close(i, split, total):
@@ -151,7 +171,7 @@ def sum_positions(refs, seen, own, tiles, store, work):
 
     nothing = LatentSums.nothing(work)
     carry = _page_of(seen, begin, work), nothing, nothing if store is None else None
-    return lax.fori_loop(begin, end, add, carry)[-1]
+    return lax.fori_loop(begin, stop, add, carry)[-1]
 
 
 def _page_of(seen, i, work):
@@ -173,6 +193,34 @@ def _tile_at(seen, number, i, work):
     column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
     pages = pltriton.load(seen.table_ref.at[seen.request, column])
     return _places(seen, pages[:, None], lax.rem(position, page)), number
+
+
+def _path_tile_at(seen, i, row, work):
+    """Returns the pool indices of a tile that a row of a tree reads, and their mask, [tile, 1].
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding. Tiles before
+    the window are the same for all rows.
+    """
+    page, position = seen.pool_ref.shape[3], i * work.tile + lax.iota(jnp.int32, work.tile)
+    until, is_node = seen.until_ref[row], _nodes_of(seen, row, work)
+    path_position = jnp.where(is_node != 0, until + jnp.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    node = lax.iota(jnp.int32, len(is_node))
+    place = until - 1 + jnp.sum(jnp.where(is_here, node[None, :] + 1, 0), axis=1)
+    place = jnp.where(position < until, position, place)
+    is_read = (place >= until) | (position < until)
+    # A position that is not read gets an index in bounds, for the interpreter.
+    place = jnp.where(is_read, place, 0)
+    pages = pltriton.load(seen.table_ref.at[seen.request, lax.div(place, page)])
+    return _places(seen, pages[:, None], lax.rem(place, page)), is_read[:, None]
+
+
+def _nodes_of(seen, row, work):
+    """Returns the window of a row as integers, padded to a power of two."""
+    node = lax.iota(jnp.int32, pl.next_power_of_2(work.nodes))
+    at = seen.window_ref.at[row, jnp.minimum(node, work.nodes - 1)]
+    return pltriton.load(at, mask=node < work.nodes, other=0).astype(jnp.int32)
 
 
 def _places(seen, pages, places):
@@ -216,36 +264,24 @@ def _scores(q, q_rope, latents, keys, work):
     return (scores + pltriton.dot(keys, q_rope.T, **EXACT)) * work.scale
 
 
-def _masked(scores, seen, i, work):
+def _masked(scores, seen, i, row, is_shared, work):
     """Masks the scores of a tile; returns them, and the positions with unusable latents.
 
     0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
-    that attend to them are infinite, so their weights and results are NaN.
+    that attend to them are infinite, so their weights and results are NaN. Only lanes of `row`
+    attend to a tile that is not shared.
     """
-    sees = _visible(seen, i * work.tile + lax.iota(jnp.int32, work.tile), work)
+    position = (i * work.tile + lax.iota(jnp.int32, work.tile))[:, None]
+    first = pltriton.load(seen.first_ref.at[seen.row])[None, :]
+    until = pltriton.load(seen.until_ref.at[seen.row])[None, :]
+    if work.nodes > 0:
+        first, until = jnp.minimum(first, until), until + jnp.sum(_nodes_of(seen, row, work))
+    sees = (position >= first) & (position < until)
+    if work.nodes > 0:
+        sees &= (seen.row == row)[None, :] | is_shared
     is_bad = jnp.max(jnp.where(jnp.abs(scores) < jnp.inf, 0, 1), axis=1)
     scores = jnp.where(is_bad[:, None] == 0, scores, jnp.inf)
     return jnp.where(sees, scores, NEGATIVE), is_bad
-
-
-def _visible(seen, position, work):
-    """Returns the mask of the positions of a tile that each lane attends to, [tile, lanes]."""
-    first = pltriton.load(seen.first_ref.at[seen.row])[None, :]
-    until = pltriton.load(seen.until_ref.at[seen.row])[None, :]
-    position = position[:, None]
-    sees = (position >= first) & (position < until)
-    # The window as words of 32 bits takes fewer registers than one address per score.
-    for word in range(pl.cdiv(work.nodes, 32)):
-        bit = lax.iota(jnp.int32, 32)[None, :]
-        # A node that is not read gets an index in bounds, for the interpreter.
-        at = (seen.row[:, None], jnp.minimum(word * 32 + bit, work.nodes - 1))
-        inside = jnp.broadcast_to(word * 32 + bit < work.nodes, (work.lanes, 32))
-        is_set = pltriton.load(seen.window_ref.at[at], mask=inside, other=0).astype(jnp.int32)
-        bits = jnp.sum(jnp.left_shift(is_set, bit), axis=1)[None, :]
-        node = position - until - word * 32
-        is_seen = (jnp.right_shift(bits, node & 31) & 1) != 0
-        sees |= (node >= 0) & (node < 32) & is_seen
-    return sees
 
 
 def _rescaled(sums, scores, dtype):

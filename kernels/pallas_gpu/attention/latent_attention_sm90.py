@@ -37,7 +37,6 @@ from kernels.pallas_gpu.attention.latent_attention_sm90_mainloop import (
     attend_item,
 )
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E
-from kernels.pallas_gpu.attention.verify_sm90_loads import words_of
 from kernels.pallas_gpu.attention.verify_sm90_mainloop import LANES, TILE
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
 
@@ -70,7 +69,6 @@ def attend_latent_sm90(
     row_starts: Int[jax.Array, " B1"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
     *,
     near: int,
     split: int,
@@ -88,17 +86,16 @@ def attend_latent_sm90(
         near=near // TILE,
         split=split // TILE,
         far_split=far_split // TILE,
-        nodes=window.shape[1],
         scale=scale * LOG2_E,
         programs=min(blocks, SPLIT_PROGRAMS),
         stages=tiles.stages,
     )
-    return _attend(q, pool, layer, page_table, row_starts, first, until, window, work=work)
+    return _attend(q, pool, layer, page_table, row_starts, first, until, work=work)
 
 
 # A separate function, for the same reason as `attention_layer_sm90`.
 @functools.partial(jax.jit, static_argnames=("work",), inline=False)
-def _attend(q, pool, layer, page_table, row_starts, first, until, window, *, work):
+def _attend(q, pool, layer, page_table, row_starts, first, until, *, work):
     (R, Hq, size), L = q.shape, len(pool)
     # TMA needs blocks of lanes that begin at a multiple of 8. Spare lanes repeat the last row.
     starts, stops = row_starts[:-1] * Hq, row_starts[1:] * Hq
@@ -109,10 +106,9 @@ def _attend(q, pool, layer, page_table, row_starts, first, until, window, *, wor
     lane = starts[request] + (block - begins[request]) * LANES
     lane = lane[:, None] + jnp.arange(LANES)
     lane = jnp.clip(lane, 0, jnp.maximum(stops[request] - 1, 0)[:, None]).reshape(-1)
-    pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
-    pairs = pairs[:, lane // Hq].astype(jnp.int32)
+    pairs = jnp.stack([first, until])[:, lane // Hq].astype(jnp.int32)
     capacity = page_table.shape[1] * work.page
-    bounds = _bounds_of(request, block < ends[-1], pairs[:2], capacity, work)
+    bounds = _bounds_of(request, block < ends[-1], pairs, capacity, work)
     blocks, _ = plgpu.kernel(
         functools.partial(_latent_attention_sm90_kernel, work=work),
         out_type=(
@@ -146,7 +142,7 @@ def _bounds_of(request, has_lanes, visible, capacity, work):
     """Returns `LatentSm90Refs.bounds`; a block without lanes has no tiles."""
     first, until = visible.reshape(2, work.blocks, LANES)
     low = jnp.minimum(first, until).min(axis=1)
-    high = jnp.minimum(until.max(axis=1) + work.nodes, capacity)
+    high = jnp.minimum(until.max(axis=1), capacity)
     begin = low // TILE
     # A block without visible positions reads one tile, which gives zeros.
     end = jnp.where(has_lanes, jnp.maximum(-(-high // TILE), begin + 1), begin)

@@ -48,7 +48,7 @@ class LatentSm90Refs(NamedTuple):
     Attributes:
       q, pool, layer, table: Queries of the lanes of each block, cached rows of all layers, and see
         `attend_latent`.
-      pairs: `first`, `until` and the window masks of the lanes.
+      pairs: `first` and `until` of the lanes.
       bounds: Request of a block of lanes, its first tile, the end, and the range of positions that
         are visible to all of its lanes.
       out: Outputs of the lanes of each block.
@@ -102,7 +102,6 @@ class LatentSm90Work(NamedTuple):
       blocks: Blocks of lanes.
       pages, page: Pages of the pool, and positions of a page.
       near, split, far_split: Tiles; see `LatentAttentionOrder`.
-      nodes: Width of the tree window.
       scale: Multiplier of the scores, times log2(e).
       programs, stages: Programs of the launch, and pipeline stages.
     """
@@ -113,7 +112,6 @@ class LatentSm90Work(NamedTuple):
     near: int
     split: int
     far_split: int
-    nodes: int
     scale: float
     programs: int
     stages: int
@@ -150,9 +148,7 @@ def _split_begin(number, work):
 
 def attend_item(refs, shared, program, group, item, step, work):
     """Accumulates the tiles of a block of lanes in one warpgroup, and writes its outputs."""
-    pairs = loaded_pairs(
-        refs.pairs.at[i, pl.ds(item.place, LANES)] for i in range(refs.pairs.shape[0])
-    )
+    pairs = loaded_pairs(refs.pairs.at[i, pl.ds(item.place, LANES)] for i in range(2))
 
     def add_split(number, total):
         begin = jnp.maximum(_split_begin(number, work), item.begin)
@@ -306,7 +302,7 @@ def _masked(shared, pairs, scores, slot, group, i, work):
                 block.at[at][...] = jnp.where(is_bad, jnp.zeros_like(part), part)
         plgpu.commit_smem()
 
-    is_visible = visible(pairs, i * TILE + group * HALF, HALF, work.nodes)
+    is_visible = visible(pairs, i * TILE + group * HALF, HALF, 0)
     return jnp.where(is_visible, scores, NEGATIVE)
 
 

@@ -4,8 +4,8 @@ All heads of a request read the same cached rows, `[latent | rope key]`; values 
 lane is a (row, head) pair. Products are transposed (swap-AB): positions and latent columns are the
 wide sides of the tensor core, lanes the narrow one. A tile of positions is loaded once, for scores
 and values. The splits of positions are fixed, so results are batch-invariant and independent of the
-rows, lanes and programs of the request. `kernels/__init__.py` lists what must equal the Pallas
-twin.
+rows, lanes and programs of the request. A row of a tree has the bits of plain decoding.
+`kernels/__init__.py` lists what must equal the Pallas twin.
 """
 
 import torch
@@ -93,7 +93,6 @@ def attend_latent(
             row_starts,
             first,
             until,
-            window,
             max_rows=max_rows,
             near=near,
             split=split,

@@ -117,19 +117,33 @@ def sum_positions(
     q_rope = _load_rope(heads_at, is_lane, sizes)
     split, total = _no_sums(sizes, config), _no_sums(sizes, config)
     page = page_of(seen.table, seen.columns, begin, page, tile)
+    tree, row_begin, rows, stop = end, 0, 1, end
+    if order.nodes > 0:
+        # From tile `tree` on, each row reads the tiles along its own path.
+        tree = tl.minimum(tl.maximum(seen.whole_until // tile, begin), end)
+        row_begin, rows = tl.min(seen.row), tl.max(seen.row) - tl.min(seen.row) + 1
+        stop = tree + (end - tree) * rows
     # Without hoisted addresses, which would take registers from the accumulators.
-    for i in tl.range(begin, end, disable_licm=True):
-        at, page = _tile_at(seen, page, i, sizes, order)
-        inside = (i * tile + tl.arange(0, tile) < seen.high)[:, None]
+    for step in tl.range(begin, stop, disable_licm=True):
+        i, row = step, row_begin
+        if order.nodes > 0:
+            i = tl.minimum(step, tree) + tl.maximum(step - tree, 0) // rows
+            row += tl.maximum(step - tree, 0) % rows
+            at, inside = _path_tile_at(seen, i, row, sizes, order)
+        else:
+            at, page = _tile_at(seen, page, i, sizes, order)
+            inside = (i * tile + tl.arange(0, tile) < seen.high)[:, None]
         latents, keys = _load_latents(at, inside, sizes), _load_rope(at, inside, sizes)
         scores = _scores(q, q_rope, latents, keys, seen.scale)
         is_bad, any_bad = tl.zeros((tile,), tl.int32), tl.zeros((), tl.int32)
         # Tiles that are fully visible to all lanes need no mask.
         if (i * tile < seen.whole_from) | ((i + 1) * tile > seen.whole_until):
-            scores, is_bad = _masked(scores, seen, i, order)
+            scores, is_bad = _masked(scores, seen, i, row, step < tree, order)
             any_bad = tl.max(is_bad)
         split, weights = _rescaled(split, scores, keys.dtype)
         if any_bad > 0:
+            if order.nodes > 0:  # computed again, to save registers
+                at, inside = _path_tile_at(seen, i, row, sizes, order)
             blocks = ()
             for j in tl.static_range(len(latents)):
                 clean = _load_block(at, inside & (is_bad == 0)[:, None], j, sizes)
@@ -139,7 +153,10 @@ def sum_positions(
             for j in tl.static_range(len(latents)):
                 blocks = blocks + (_product(latents[j], weights, split.blocks[j]),)
         split = LatentSums(blocks=blocks, peak=split.peak, total=split.total)
-        if ((i + 1) % split_tiles(i, order) == 0) | (i + 1 == end):
+        is_end = ((i + 1) % split_tiles(i, order) == 0) | (i + 1 == end)
+        if order.nodes > 0:
+            is_end = is_end & ((step < tree) | (row == row_begin + rows - 1))
+        if is_end:
             if config.sharing > 1:
                 _store_split(splits, split_of(i, order) - splits.base, split, sizes)
             else:
@@ -187,6 +204,30 @@ def _tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
 
 
 @triton.jit
+def _path_tile_at(seen, i, row, sizes: tl.constexpr, order: tl.constexpr):
+    """Returns the addresses of a tile that a row of a tree reads, [tile, 1], and their mask.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding. Tiles before
+    the window are the same for all rows.
+    """
+    page: tl.constexpr = sizes.page
+    nodes: tl.constexpr = order.nodes
+    position = i * order.tile + tl.arange(0, order.tile)
+    node = tl.arange(0, triton.next_power_of_2(nodes))
+    until = tl.load(seen.until + row)
+    is_node = tl.load(seen.window + row * nodes + node, mask=node < nodes, other=0).to(tl.int32)
+    path_position = tl.where(is_node != 0, until + tl.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    place = until - 1 + tl.sum(tl.where(is_here, node[None, :] + 1, 0), axis=1)
+    place = tl.where(position < until, position, place)
+    is_read = (place >= until) | (position < until)
+    number = tl.load(seen.table + place // page, mask=is_read, other=0)
+    at = seen.pool + (number.to(tl.int64) * page + place % page) * (sizes.rank + sizes.rope)
+    return at[:, None], is_read[:, None]
+
+
+@triton.jit
 def _load_latents(at, keep, sizes: tl.constexpr):
     """Loads blocks of latent columns of the rows that `keep` selects, 0 elsewhere."""
     rank: tl.constexpr = sizes.rank
@@ -231,25 +272,24 @@ def _scores(q, q_rope, latents, keys, scale):
 
 
 @triton.jit
-def _masked(scores, seen, i, order: tl.constexpr):
+def _masked(scores, seen, i, row, is_shared, order: tl.constexpr):
     """Masks the scores of a tile; returns them, and the positions with unusable latents.
 
     0 x NaN is NaN: latents of positions without finite scores are read as 0. The scores of lanes
-    that attend to them are infinite, so their weights and results are NaN.
+    that attend to them are infinite, so their weights and results are NaN. Only lanes of `row`
+    attend to a tile that is not shared.
     """
     tile: tl.constexpr = order.tile
     nodes: tl.constexpr = order.nodes
     position = (i * tile + tl.arange(0, tile))[:, None]
     first, until = tl.load(seen.first + seen.row), tl.load(seen.until + seen.row)
+    if nodes > 0:
+        node = tl.arange(0, triton.next_power_of_2(nodes))
+        is_node = tl.load(seen.window + row * nodes + node, mask=node < nodes, other=0)
+        first, until = tl.minimum(first, until), until + tl.sum(is_node.to(tl.int32))
     sees = (position >= first[None, :]) & (position < until[None, :])
-    # The window as words of 32 bits takes fewer registers than one address per score.
-    for word in tl.static_range(triton.cdiv(nodes, 32)):
-        bit = tl.arange(0, 32)[None, :]
-        at = seen.window + seen.row[:, None] * nodes + word * 32 + bit
-        is_set = tl.load(at, mask=word * 32 + bit < nodes, other=0).to(tl.int32)
-        bits = tl.sum(is_set << bit, axis=1)
-        node = position - until[None, :] - word * 32
-        sees |= (node >= 0) & (node < 32) & (((bits[None, :] >> (node & 31)) & 1) != 0)
+    if nodes > 0:
+        sees &= (seen.row == row)[None, :] | is_shared
     is_bad = tl.max(tl.where(tl.abs(scores) < float("inf"), 0, 1), axis=1)
     scores = tl.where(is_bad[:, None] == 0, scores, float("inf"))
     return tl.where(sees, scores, NEGATIVE), is_bad

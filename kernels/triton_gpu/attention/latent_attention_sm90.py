@@ -65,7 +65,6 @@ def attend_latent_sm90(
     row_starts: Int[Tensor, " B1"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
     *,
     max_rows: int,
     near: int,
@@ -93,9 +92,7 @@ def attend_latent_sm90(
         latents_of,
         ropes_of,
         page_table,
-        RowVisibility(
-            starts=row_starts, first=first, until=until, window=window if window.shape[1] else until
-        ),
+        RowVisibility(starts=row_starts, first=first, until=until, window=until),
         LatentResults(out=out, totals=totals),
         num_rows=R,
         num_requests=B,
@@ -106,7 +103,7 @@ def attend_latent_sm90(
             near=near // TILE.value,
             split=split // TILE.value,
             far_split=far_split // TILE.value,
-            nodes=window.shape[1],
+            nodes=0,
             blocks=blocks,
             stages=tiles.stages,
         ),

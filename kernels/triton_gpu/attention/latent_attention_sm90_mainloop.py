@@ -82,7 +82,7 @@ class LatentSm90Config(NamedTuple):
 
     Attributes:
       near, split, far_split: Tiles; see `LatentAttentionOrder`.
-      nodes: Width of the tree window.
+      nodes: Width of the tree window: 0, see `fits_latent_sm90`.
       blocks: Blocks of lanes of a request.
       stages: Pipeline stages.
     """
@@ -130,7 +130,7 @@ def item_of(
     row = gl.maximum(gl.minimum(row, stop - 1), 0)
     first, until = gl.load(seen.first + row), gl.load(seen.until + row)
     low = gl.min(gl.minimum(first, until), 0)
-    high = gl.minimum(gl.max(until, 0) + config.nodes, columns * heads.page)
+    high = gl.minimum(gl.max(until, 0), columns * heads.page)
     begin = low // TILE
     # A block without visible positions reads one tile, which gives zeros.
     end = gl.maximum(gl.cdiv(high, TILE), begin + 1)
@@ -244,7 +244,7 @@ def _add_tile(
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
     if is_partly:
         position = gl.arange(0, HALF, layout=gl.SliceLayout(0, of_scores))
-        sees = visible(i * TILE + which * HALF + position, pairs, config.nodes)
+        sees = visible(i * TILE + which * HALF + position, pairs, 0)
         is_finite = (scores < float("inf")) & (scores > -float("inf"))
         is_used = is_finite | (pairs.is_one[:, None] == 0)
         is_bad = gl.max(gl.where(is_used, 0, 1), 0)
