@@ -159,21 +159,22 @@ def _op_case(name: str, make: Callable[..., AttendCase], dtype: str, is_large: b
     )
 
 
-def _large(
-    B: int, rows: int, length: int, heads: int, is_chain: bool = True
-) -> Callable[..., AttendCase]:
+def _chains(B: int, rows: int, length: int, heads: int) -> Callable[..., AttendCase]:
     """Verify rows of some requests, each after `length` positions; with 1 row plain decoding."""
+    return _prompt([(length, length + rows)] * B, heads)
+
+
+def _trees(B: int, nodes: int, length: int, heads: int) -> Callable[..., AttendCase]:
     return partial(
         attend_case,
         tree_case,
         heads,
         (512, 64),
-        nodes=rows,
-        num_nodes=[rows] * B,
+        nodes=nodes,
+        num_nodes=[nodes] * B,
         lengths=[length] * B,
         page=64,
-        columns=-(-(length + rows) // 64),
-        chain=is_chain,
+        columns=-(-(length + nodes) // 64),
     )
 
 
@@ -183,7 +184,7 @@ def _prompt(chunks: Sequence[tuple[int, int]], heads: int) -> Callable[..., Atte
 
 LARGE = {
     **{
-        f"{heads} heads, {B} x {rows} rows after {length}": _large(B, rows, length, heads)
+        f"{heads} heads, {B} x {rows} rows after {length}": _chains(B, rows, length, heads)
         for heads, B, rows, length in (
             (20, 1, 1, 512),
             (20, 1, 1, 4096),
@@ -204,7 +205,8 @@ LARGE = {
             (128, 32, 4, 512),
         )
     },
-    "20 heads, 8 x 16 nodes after 4096": _large(8, 16, 4096, 20, is_chain=False),
+    "20 heads, 1 x 8 nodes after 4096": _trees(1, 8, 4096, 20),
+    "20 heads, 8 x 16 nodes after 4096": _trees(8, 16, 4096, 20),
     "20 heads, prompt of 2048": _prompt([(0, 2048)], 20),
     "20 heads, chunk of 2048 after 6144": _prompt([(6144, 8192)], 20),
     "128 heads, prompt of 512": _prompt([(0, 512)], 128),
