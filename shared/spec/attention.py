@@ -119,7 +119,7 @@ def sliding_bounds(
     """Returns `first` and `window` limited to the last `size` visible positions (sliding window).
 
     They are counted along the row's sequence: committed positions, then its ancestors and itself.
-    The tree may be deeper than the window.
+    The tree may be deeper than the window: then `first` is beyond `until`.
     """
     from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # visible nodes from each one on
     slid = np.maximum(first, until + window.sum(axis=1) - size)

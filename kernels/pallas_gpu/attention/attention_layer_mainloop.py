@@ -15,7 +15,7 @@ from kernels.pallas_gpu.attention.attention import (
     scores_of,
 )
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState, fold
-from kernels.pallas_gpu.attention.row_bounds import visible
+from kernels.pallas_gpu.attention.row_bounds import in_range, path_places
 
 
 def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
@@ -58,27 +58,18 @@ def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
         number, sums, *unit_sums = carry
         position, pages, number = pages_of(seen, number, i, tile)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        is_seen = visible(position, seen.first, seen.until, None, 0)
+        is_seen = in_range(position, seen.first, seen.until)
         return number, *close(i, add_seen(position, pages, is_read, is_seen, sums), *unit_sums)
 
     def add_path(i, row, sums):
-        """Adds a tile of a tree's window to the lanes of one row.
-
-        The nodes that the row attends to are at consecutive positions in the order of the sums, as
-        in plain decoding, for any order of the window: a node has the bits of plain decoding.
-        """
+        """Adds a tile of a tree's window to the lanes of one row; see `path_places`."""
         position = i * tile + lax.iota(jnp.int32, tile)
-        node = lax.iota(jnp.int32, pl.next_power_of_2(order.nodes))
         in_row = seen.row == row
         first = jnp.max(jnp.where(in_row, seen.first, 0))
-        at = seen.window_ref.at[row, jnp.minimum(node, order.nodes - 1)]
-        is_node = pltriton.load(at, mask=node < order.nodes, other=0).astype(jnp.int32)
-        path_position = jnp.maximum(first, bounds.seen_until) + jnp.cumsum(is_node) - 1
-        is_here = (path_position[None, :] == position[:, None]) & (is_node[None, :] != 0)
-        slot = jnp.sum(jnp.where(is_here, node[None, :], 0), axis=1)
-        is_path = jnp.max(is_here.astype(jnp.int32), axis=1) != 0
-        is_read = is_path | ((position >= first) & (position < bounds.seen_until))
-        place = jnp.where(is_path, bounds.seen_until + slot, position)
+        until = bounds.seen_until
+        begin = jnp.maximum(first, until)
+        place, is_node = path_places(seen.window_ref, row, until, begin, position, order.nodes)
+        is_read = is_node | ((position >= first) & (position < until))
         column = jnp.where(is_read, lax.div(place, seen.kv_ref.shape[3]), 0)
         pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
         return add_seen(place, pages, is_read, is_read[None, :] & in_row[:, None], sums)

@@ -18,12 +18,10 @@ from shared.spec.attention_layer import BOUNDS, RowBounds
 
 
 class TreeWindow(NamedTuple):
-    """Tree windows as two 32-bit masks: of each lane, and the union of all lanes."""
+    """Tree windows of lanes as two 32-bit masks."""
 
     low: Any
     high: Any
-    any_low: Any
-    any_high: Any
 
 
 def compute_row_bounds(
@@ -94,11 +92,11 @@ def bounds_of(bounds_ref, request):
 
 
 def pack_window_bits(window_ref, rows, nodes):
-    """Packs the window of each lane into two 32-bit masks, and computes the union of all lanes."""
-    nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
-    low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
-    high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
-    return TreeWindow(low=low, high=high, any_low=any_low, any_high=any_high)
+    """Packs the window of each lane into two 32-bit masks."""
+    nothing = jnp.zeros(rows.shape, jnp.int32)
+    low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
+    high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
+    return TreeWindow(low=low, high=high)
 
 
 def _pack_word(window_ref, rows, begin, nodes):
@@ -106,16 +104,49 @@ def _pack_word(window_ref, rows, begin, nodes):
     is_node = jnp.broadcast_to((begin + bit < nodes)[None, :], (len(rows), 32))
     at = window_ref.at[rows[:, None], jnp.minimum(begin + bit, nodes - 1)[None, :]]
     is_set = pltriton.load(at, mask=is_node, other=0).astype(jnp.int32)
-    word = jnp.sum(lax.shift_left(is_set, jnp.broadcast_to(bit[None, :], is_set.shape)), axis=1)
-    return word, jnp.sum(lax.shift_left(is_set.max(axis=0), bit))
+    return jnp.sum(lax.shift_left(is_set, jnp.broadcast_to(bit[None, :], is_set.shape)), axis=1)
+
+
+def nodes_of(window_ref, row, nodes):
+    """Returns the window of a row as integers, padded to a power of two."""
+    node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    at = window_ref.at[row, jnp.minimum(node, nodes - 1)]
+    return pltriton.load(at, mask=node < nodes, other=0).astype(jnp.int32)
+
+
+def path_places(window_ref, row, until, begin, position, nodes):
+    """Returns where a row of a tree reads some positions of plain decoding.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding.
+
+    Args:
+      window_ref, row: Windows of all rows, and the row.
+      until, begin: KV position of the window, and position of the row's first visible node.
+      position: Positions of plain decoding.
+      nodes: Width of the window.
+
+    Returns:
+      Their KV positions, and which are of nodes; others are as they were.
+    """
+    is_node = nodes_of(window_ref, row, nodes)
+    node = lax.iota(jnp.int32, len(is_node))
+    path_position = jnp.where(is_node != 0, begin + jnp.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    number = jnp.sum(jnp.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
+    return jnp.where(number > 0, until + number - 1, position), number > 0
+
+
+def in_range(position, first, until):
+    """Returns the mask of positions between the bounds of each lane, [lanes, positions]."""
+    return (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
 
 
 def visible(position, first, until, window, nodes):
     """Returns the mask of positions that each lane attends to, [lanes, positions]."""
-    position = position[None, :]
-    seen = (position >= first[:, None]) & (position < until[:, None])
+    seen = in_range(position, first, until)
     if nodes > 0:
-        node = position - until[:, None]
+        node = position[None, :] - until[:, None]
         low, high = (jnp.broadcast_to(x[:, None], node.shape) for x in (window.low, window.high))
         seen |= is_in(low, high, node, nodes)
     return seen

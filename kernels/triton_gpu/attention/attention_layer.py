@@ -75,12 +75,11 @@ class NewRows(NamedTuple):
 
 
 class LaneRows(NamedTuple):
-    """Rows of a program: the row of each lane, their range, and the tree windows of all rows."""
+    """Rows of a program: the row of each lane, and their range."""
 
     of_lane: Any
     begin: Any
     end: Any
-    window: Any
 
 
 class Units(NamedTuple):
@@ -384,15 +383,13 @@ def _attention_layer_kernel(
         v=pool.v + head * D,
         table=own_pool.table,
         columns=columns,
-        window=window,
+        window=rows.window,
         first=first,
         until=until,
         scale=scale,
     )
     new_places = NewRows(places=place, is_bad=is_bad)
-    lane_rows = LaneRows(
-        of_lane=lane_row, begin=tl.min(lane_row), end=tl.max(lane_row) + 1, window=rows.window
-    )
+    lane_rows = LaneRows(of_lane=lane_row, begin=tl.min(lane_row), end=tl.max(lane_row) + 1)
     units = Units(
         parts=parts,
         place=place_of_lane,

@@ -17,7 +17,7 @@ from kernels.triton_gpu.attention.online_softmax import (
     no_split,
     no_sums,
 )
-from kernels.triton_gpu.attention.row_bounds import visible
+from kernels.triton_gpu.attention.row_bounds import in_range, path_places
 from kernels.triton_gpu.attention.split_kv import store_partial
 
 
@@ -61,7 +61,7 @@ def sum_share(
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
         is_read &= ~_is_bad(position, new)
-        is_seen = visible(position, seen.first, seen.until, seen.window, 0)
+        is_seen = in_range(position, seen.first, seen.until)
         sums = _add_seen(q, seen, offset, is_read, is_seen, sums, D, order)
         sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
     if order.nodes > 0:
@@ -76,26 +76,16 @@ def sum_share(
 def _add_path(
     q, seen, new, bounds, i, row, lane_rows, sums, heads: tl.constexpr, order: tl.constexpr
 ):
-    """Adds a tile of a tree's window to the lanes of one row.
-
-    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
-    plain decoding, for any order of the window: a node has the bits of plain decoding.
-    """
+    """Adds a tile of a tree's window to the lanes of one row; see `path_places`."""
     D: tl.constexpr = heads.D
     page: tl.constexpr = heads.page
-    lanes: tl.constexpr = triton.next_power_of_2(order.nodes)
-    position, node = i * order.tile + tl.arange(0, order.tile), tl.arange(0, lanes)
+    position = i * order.tile + tl.arange(0, order.tile)
     in_row = lane_rows.of_lane == row
     first = tl.max(tl.where(in_row, seen.first, 0))
     begin = tl.maximum(first, bounds.seen_until)
-    window_at = lane_rows.window + row * order.nodes
-    is_node = tl.load(window_at + node, mask=node < order.nodes, other=0).to(tl.int32)
-    rank = tl.cumsum(is_node) - 1
-    is_here = (rank[None, :] == (position - begin)[:, None]) & (is_node[None, :] != 0)
-    slot = tl.sum(tl.where(is_here, node[None, :], 0), axis=1)
-    is_path = tl.max(is_here.to(tl.int32), axis=1) != 0
-    at = tl.where(is_path, bounds.seen_until + slot, position)
-    is_seen = is_path | ((position >= first) & (position < bounds.seen_until))
+    window_at = seen.window + row * order.nodes
+    at, is_node = path_places(window_at, bounds.seen_until, begin, position, order.nodes)
+    is_seen = is_node | ((position >= first) & (position < bounds.seen_until))
     is_read = is_seen & ~_is_bad(at, new)
     number = tl.load(seen.table + at // page, mask=is_seen, other=0)
     offset = ((number.to(tl.int64) * page + at % page) * (heads.k_heads * D))[:, None]

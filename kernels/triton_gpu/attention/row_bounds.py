@@ -18,12 +18,10 @@ _BOUNDS = tl.constexpr(BOUNDS)
 
 
 class TreeWindow(NamedTuple):
-    """Tree windows as two 32-bit masks: of each lane, and the union of all lanes."""
+    """Tree windows of lanes as two 32-bit masks."""
 
     low: Any
     high: Any
-    any_low: Any
-    any_high: Any
 
 
 def compute_row_bounds(
@@ -120,14 +118,14 @@ def bounds_of(bounds_at, request):
 
 @triton.jit
 def pack_window_bits(window_at, rows, nodes: tl.constexpr):
-    """Packs the window of each lane into two 32-bit masks, and computes the union of all lanes."""
-    low, any_low = tl.zeros(rows.shape, tl.int32), 0
-    high, any_high = low, 0
+    """Packs the window of each lane into two 32-bit masks."""
+    low = tl.zeros(rows.shape, tl.int32)
+    high = low
     if nodes > 0:
-        low, any_low = _pack_word(window_at, rows, 0, nodes)
+        low = _pack_word(window_at, rows, 0, nodes)
     if nodes > 32:
-        high, any_high = _pack_word(window_at, rows, 32, nodes)
-    return TreeWindow(low=low, high=high, any_low=any_low, any_high=any_high)
+        high = _pack_word(window_at, rows, 32, nodes)
+    return TreeWindow(low=low, high=high)
 
 
 @triton.jit
@@ -135,17 +133,45 @@ def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
     bit = tl.arange(0, 32)
     at = window_at + rows.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
     is_set = tl.load(at, mask=((begin + bit) < nodes)[None, :], other=0).to(tl.int32)
-    word = tl.sum(is_set << bit[None, :], axis=1)
-    return word.to(tl.int32), tl.sum(tl.max(is_set, axis=0) << bit, axis=0).to(tl.int32)
+    return tl.sum(is_set << bit[None, :], axis=1).to(tl.int32)
+
+
+@triton.jit
+def path_places(window_at, until, begin, position, nodes: tl.constexpr):
+    """Returns where a row of a tree reads some positions of plain decoding.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding.
+
+    Args:
+      window_at: Window of the row.
+      until, begin: KV position of the window, and position of the row's first visible node.
+      position: Positions of plain decoding.
+      nodes: Width of the window.
+
+    Returns:
+      Their KV positions, and which are of nodes; others are as they were.
+    """
+    node = tl.arange(0, triton.next_power_of_2(nodes))
+    is_node = tl.load(window_at + node, mask=node < nodes, other=0).to(tl.int32)
+    path_position = tl.where(is_node != 0, begin + tl.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    number = tl.sum(tl.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
+    return tl.where(number > 0, until + number - 1, position), number > 0
+
+
+@triton.jit
+def in_range(position, first, until):
+    """Returns the mask of positions between the bounds of each lane, [lanes, positions]."""
+    return (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
 
 
 @triton.jit
 def visible(position, first, until, window, nodes: tl.constexpr):
     """Returns the mask of positions that each lane attends to, [lanes, positions]."""
-    position = position[None, :]
-    seen = (position >= first[:, None]) & (position < until[:, None])
+    seen = in_range(position, first, until)
     if nodes > 0:
-        node = position - until[:, None]
+        node = position[None, :] - until[:, None]
         seen |= is_in(window.low[:, None], window.high[:, None], node, nodes)
     return seen
 
