@@ -146,7 +146,7 @@ def attention(
             attention_layer.full_width_qk_norm(qkv, heads, norms.alone(place), context.group),
             None,
         )
-    kv = kv._replace(bounds=context.kv.bounds)
+    kv = kv._replace(bounds=context.kv.bounds, paths=context.kv.paths)
     out, kv = attention_layer.attention_layer(
         qkv, heads, norms, context.rope, context.rows, kv, place, weights.sinks
     )

@@ -81,22 +81,10 @@ class AttentionTiles:
 
 BLOCKS = 64
 """Maximum blocks, of 16 or more pairs each, of a request and KV head in `attention_layer`."""
-MOST_LANES, MOST_TREE_LANES = 256, 16 * BLOCKS
+TREE_LANES = 16
+"""Pairs of a program there, for trees."""
+MOST_LANES, MOST_TREE_LANES = 256, TREE_LANES * BLOCKS
 """Maximum (query head, row) pairs of a request and KV head there, and for trees."""
-
-
-def attention_layer_pairs(pairs: int, nodes: int) -> int:
-    """Returns the pairs for which tiles of `attention_layer` are chosen; 0 to use `attention`.
-
-    Each row of a tree reads the nodes of its own path, so its programs have few rows.
-
-    Args:
-      pairs: (Query head, row) pairs of a request and KV head.
-      nodes: Width of the tree window.
-    """
-    if not nodes:
-        return pairs if pairs <= MOST_LANES else 0
-    return 16 if pairs <= MOST_TREE_LANES else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +119,27 @@ class DecodeAttentionTiles:
     def __post_init__(self) -> None:
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
         check_at_least(self, programs=1, splits=1, stages=1)
+
+
+def attention_layer_tiles(
+    table: Table[DecodeAttentionTiles], *, rows: int, nodes: int, **sizes: int
+) -> DecodeAttentionTiles | None:
+    """Returns the tiles of `attention_layer`; None if there are too many pairs for it.
+
+    Each row of a tree reads the nodes of its own path, so programs of a tree have few pairs.
+
+    Args:
+      table: Tiles of `attention_layer`.
+      rows: Maximum (query head, row) pairs of a request and KV head.
+      nodes: Width of the tree window.
+      sizes: Other sizes of the call.
+    """
+    if rows > (MOST_TREE_LANES if nodes else MOST_LANES):
+        return None
+    tiles = table.of(rows=rows, **sizes)
+    if not nodes or tiles.lanes == TREE_LANES:
+        return tiles
+    return replace(table.of(rows=TREE_LANES, **sizes), placed=tiles.placed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,7 @@ WIDE = (
     "hybrid, 1 x 64 rows after 4096",
     "hybrid, 4 of 64 rows after 4096",
     "hybrid, 8 x 64 rows after 512",
-    "32 x 64 nodes after 512",
+    "hybrid, 1 x 64 nodes after 512",
     "hybrid, prompt of 64",
 )
 DESCRIBED = (

@@ -185,6 +185,7 @@ class RowBounds(NamedTuple):
       seen_until: End of the visible positions outside the windows.
       new_from, new_until: First position written, and the end of those written; an empty range if
         none are.
+      path_until: End of the visible positions in the order of `tree_paths`.
     """
 
     low: Any
@@ -192,6 +193,7 @@ class RowBounds(NamedTuple):
     seen_until: Any
     new_from: Any
     new_until: Any
+    path_until: Any
 
 
 BOUNDS = len(RowBounds._fields)
@@ -208,14 +210,32 @@ def row_bounds(
             first, until = rows.first[span], rows.until[span]
             low = min(first.min(), until.min())
             places = rows.places[span][rows.is_real[span]]
+            num_nodes = rows.window[span].sum(axis=1)
+            path_until = np.where(num_nodes > 0, np.maximum(first, until) + num_nodes, until)
             bounds[request] = RowBounds(
                 low=low,
                 seen_from=first.min(),
                 seen_until=until.max(),
                 new_from=places.min() if len(places) else low,
                 new_until=places.max() + 1 if len(places) else 0,
+                path_until=path_until.max(),
             )
     return bounds
+
+
+def tree_paths(rows: AttentionRows) -> Int[np.ndarray, "R N"]:
+    """Computes the order in which each row of a tree adds the nodes of its window.
+
+    Entry `i` of a row is the node at position `until + i` in plain decoding, where the row's
+    ancestors are consecutive; N for none. Nodes that a sliding window cuts have no entry.
+    """
+    R, N = rows.window.shape
+    paths = np.full((R, N), N, np.int32)
+    for row, is_visible in enumerate(rows.window):
+        nodes = np.flatnonzero(is_visible)
+        begin = max(rows.first[row] - rows.until[row], 0)
+        paths[row, begin : begin + len(nodes)] = nodes
+    return paths
 
 
 def write_kv(

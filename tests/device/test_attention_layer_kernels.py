@@ -24,7 +24,7 @@ from kernels.tiles import BLOCKS
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.assistant import reading_rows
 from shared.spec.attention import with_sliding_window
-from shared.spec.attention_layer import BOUNDS, row_bounds
+from shared.spec.attention_layer import BOUNDS, row_bounds, tree_paths
 from shared.spec.reduction_order import ATTENTION, SQUARES
 from tests.support.attention_layer_kernels import (
     APART,
@@ -246,10 +246,10 @@ K_HEADS = 3
 @pytest.mark.parametrize("name", CASES)
 def test_row_bounds_kernel_matches_spec(name: str, language: str) -> None:
     case = CASES[name]
-    names = ("row_starts", "places", "first", "until", "is_real")
+    names = ("row_starts", "places", "first", "until", "window", "is_real")
     arrays = {key: arrays_of(case)[key] for key in names}
     if language == "pallas":
-        bounds, arrivals = map(np.asarray, pallas_reach(case.max_rows)(*arrays.values()))
+        bounds, arrivals, paths = map(np.asarray, pallas_reach(case.max_rows)(*arrays.values()))
     else:
         device, kernel = (
             "cuda" if ON_GPU else "cpu",
@@ -257,12 +257,13 @@ def test_row_bounds_kernel_matches_spec(name: str, language: str) -> None:
         )
         placed = (torch.tensor(x, device=device) for x in arrays.values())
         got = kernel(*placed, max_rows=case.max_rows, k_heads=K_HEADS)
-        bounds, arrivals = (x.cpu().numpy() for x in got)
+        bounds, arrivals, paths = (x.cpu().numpy() for x in got)
     has_rows = np.diff(case.row_starts) > 0
     np.testing.assert_array_equal(
         bounds[has_rows], row_bounds(case.rows, case.row_starts)[has_rows]
     )
     np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), K_HEADS * BLOCKS)))
+    np.testing.assert_array_equal(paths[real(case)], tree_paths(case.rows)[real(case)])
 
 
 @cache
@@ -294,6 +295,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
         "layer": (1,),
         "bounds": (B, BOUNDS),
         "arrivals": (B, 2 * BLOCKS),
+        "paths": (R, max_rows),
         "page_table": (B, 4096 // page),
     }
     ints |= {"row_starts": (B + 1,), "request": (R,), "places": (R,), "first": (R,), "until": (R,)}
@@ -354,7 +356,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     )
     heads = ops.attention.attention_layer.Heads(**vars(case.heads))
     angles = ops.attention.attention_layer.Angles(make(case.angles.cos), make(case.angles.sin))
-    given = (pools_of(case), *(arrays_of(case)[name] for name in ("bounds", "arrivals")))
+    given = (pools_of(case), *(arrays_of(case)[name] for name in ("bounds", "arrivals", "paths")))
     pools = ops.attention.attention_layer.PagedKV(*map(make, given))
     return [make(case.qkv), heads, norms, angles, rows, pools, 1]
 
@@ -398,9 +400,10 @@ def test_jax_row_bounds_kernel_and_reference_same_shapes(monkeypatch) -> None:
     on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     reach = jax_impl.ops.kernel_or_reference(mix.kernel_row_bounds, mix.plain_row_bounds)
     rows, pools = op_arguments(FEW, jax_impl.ops, jnp.asarray)[4:6]
-    bounds, arrivals = jax.eval_shape(lambda: reach(rows, FEW.heads.num_kv_heads))
+    bounds, arrivals, paths = jax.eval_shape(lambda: reach(rows, FEW.heads.num_kv_heads))
     assert bounds.shape == pools.bounds.shape
     assert arrivals.shape == pools.arrivals.shape
+    assert paths.shape == pools.paths.shape
 
 
 def test_jax_reference_ops_disables_kernels(monkeypatch) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shared.boundary.tp_group import TPGroup
+from shared.spec import attention, layers
 from shared.spec import attention_layer as spec
-from shared.spec import layers
 from tests.support.cases.attention.attention_layer import CASES, MixCase, arguments, specified
 from tests.support.implementations import Implementation, each_implementation
 
@@ -54,6 +54,23 @@ def test_shared_kv_layer_equals_layer_with_kv() -> None:
     read, *pools = specified(reader)
     np.testing.assert_array_equal(read[real(case)], out[real(case)])
     np.testing.assert_array_equal(pools, [k_pages, v_pages])
+
+
+@pytest.mark.parametrize(
+    ("size", "paths"),
+    [
+        (None, [[0, 4, 4, 4], [0, 1, 4, 4], [0, 2, 4, 4], [0, 1, 3, 4]]),
+        (2, [[0, 4, 4, 4], [0, 1, 4, 4], [0, 2, 4, 4], [4, 1, 3, 4]]),
+    ],
+)
+def test_tree_paths_equal_positions_of_plain_decoding(size: int | None, paths: list) -> None:
+    """The last row is two levels deep; a window of two positions cuts the root."""
+    tree, one = np.array([[0, 0, 0, 1]]), np.array([4])
+    rows, _ = attention.tree_rows(tree, one, 5 + one, np.ones((1, 8), int), 4)
+    rows = attention.with_sliding_window(rows, size)
+    np.testing.assert_array_equal(spec.tree_paths(rows), paths)
+    (bounds,) = spec.row_bounds(rows, np.array([0, 4]))
+    assert spec.RowBounds(*bounds).path_until == rows.positions.max() + 1
 
 
 @pytest.mark.parametrize("name", ["trees", "shared KV, trees"])

@@ -17,10 +17,10 @@ from kernels.tiles import (
     AttentionTiles,
     DecodeAttentionTiles,
     Tiles,
-    attention_layer_pairs,
+    attention_layer_tiles,
 )
 from shared.boundary.workspace import MOST_PARTS
-from shared.spec.attention_layer import row_bounds
+from shared.spec.attention_layer import row_bounds, tree_paths
 from shared.spec.reduction_order import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.attention.attention_layer import EPS, MixCase
 from tests.support.kernels import AS_ROUNDED, INTERPRET, KERNELS, ON_GPU
@@ -69,10 +69,11 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     new |= {"eps": EPS, "digits": SQUARES.digits}
     item_bytes, pairs = 2 if case.half else 4, case.max_rows * case.group
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}
-    table = TILES[language].attention_layer if how.is_fused else TILES[language].attention
     if how.is_fused:
-        sizes["rows"] = attention_layer_pairs(pairs, case.rows.window.shape[1])
-    tiles = table.of(**sizes, requests=len(case.rows.page_table))
+        sizes |= {"nodes": case.rows.window.shape[1], "requests": len(case.rows.page_table)}
+        tiles = attention_layer_tiles(TILES[language].attention_layer, **sizes)
+    else:
+        tiles = TILES[language].attention.of(**sizes)
     order = how.order.sizes_for(item_bytes)
     attends = {"max_rows": case.max_rows, **order, "scale": case.heads.scale}
     attends["softcap"] = case.heads.softcap
@@ -98,6 +99,7 @@ def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
         "kv": pools_of(case),
         "row_starts": case.row_starts,
         "bounds": bounds,
+        "paths": tree_paths(case.rows),
         "arrivals": np.zeros(counts, np.int32),
         "sinks": case.sinks,
         **{name: getattr(case.rows, name) for name in ROWS},

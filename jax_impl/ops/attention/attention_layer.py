@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops import Kernels, Norm, Place, alone, kernel_or_reference, operand, stacked
 from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import BLOCKS, MOST_LANES, attention_layer_pairs
+from kernels.tiles import BLOCKS, MOST_LANES, attention_layer_tiles
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import BOUNDS, Heads
@@ -46,17 +46,23 @@ class Angles(NamedTuple):
 
 def _no_bounds(
     rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"], Int[jax.Array, "R N"]]:
     """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     B = len(rows.page_table)
     counters = jnp.zeros((B, num_kv_heads * BLOCKS), jnp.int32)
-    return jnp.zeros((B, BOUNDS), jnp.int32), counters
+    paths = jnp.zeros(_window(rows).shape, jnp.int32)
+    return jnp.zeros((B, BOUNDS), jnp.int32), counters, paths
+
+
+def _window(rows: AttentionRows) -> Bool[jax.Array, "R N"]:
+    """Returns the tree windows that the fused kernel supports; empty for wider ones."""
+    return rows.window if rows.window.shape[1] <= MOST_NODES else rows.window[:, :0]
 
 
 def plain_row_bounds(
     rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Computes the row bounds for the fused attention kernel, once for all layers.
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"], Int[jax.Array, "R N"]]:
+    """Computes bounds and paths of rows for the fused attention kernel, once for all layers.
 
     Reference operations need none.
     """
@@ -65,11 +71,11 @@ def plain_row_bounds(
 
 def kernel_row_bounds(
     kernels: Kernels, rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"], Int[jax.Array, "R N"]]:
     """Same as `plain_row_bounds`, for steps with few enough rows for the kernel."""
     if rows.max_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
-    given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
+    given = (rows.row_starts, rows.places, rows.first, rows.until, _window(rows), rows.is_real)
     return kernels.row_bounds.compute_row_bounds(
         *given, max_rows=rows.max_rows, k_heads=num_kv_heads
     )
@@ -85,11 +91,13 @@ class PagedKV(NamedTuple):
       pools: Keys and values of each layer.
       bounds: Bounds of the KV positions that each request reads and writes; for a kernel only.
       arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
+      paths: Tree paths of the rows; for a kernel only.
     """
 
     pools: KV
     bounds: Int[jax.Array, "B bounds"]
     arrivals: Int[jax.Array, "B counters"]
+    paths: Int[jax.Array, "R N"]
 
     @classmethod
     def of(cls, pools: KV, rows: AttentionRows) -> "PagedKV":
@@ -162,13 +170,16 @@ def kernel_attention_layer(
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
-    chosen_for = attention_layer_pairs(pairs, rows.window.shape[1])
-    sizes = {"item_bytes": item_bytes, "head_size": heads.head_size}
+    nodes, requests = rows.window.shape[1], len(rows.page_table)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    tiles = attention_layer_tiles(
+        kernels.tiles.attention_layer, **sizes, nodes=nodes, requests=requests
+    )
     sink_stack, sink_layer = _stacked(sinks)
-    if not chosen_for or rows.window.shape[1] > MOST_NODES:
+    if tiles is None or nodes > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
-        tiles = kernels.tiles.attention.of(**sizes, rows=pairs)
+        tiles = kernels.tiles.attention.of(**sizes)
         pool, table = (pools, operand(layer)), (rows.page_table, rows.row_starts)
         out = kernels.attention.attend(
             q,
@@ -185,8 +196,7 @@ def kernel_attention_layer(
             **order,
         )
         return out, kv._replace(pools=pools)
-    requests, q, pools = len(rows.page_table), None, kv.pools
-    tiles = kernels.tiles.attention_layer.of(**sizes, rows=chosen_for, requests=requests)
+    q, pools = None, kv.pools
     if tiles.placed or tiles.described:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
     out, pools, arrivals = kernels.attention_layer.attention_layer(
@@ -203,7 +213,7 @@ def kernel_attention_layer(
         places=rows.places,
         first=rows.first,
         until=rows.until,
-        window=rows.window,
+        paths=kv.paths,
         is_real=rows.is_real,
         q=q,
         sinks=sink_stack,
@@ -219,7 +229,7 @@ def kernel_attention_layer(
         tiles=tiles,
         **order,
     )
-    return out, PagedKV(pools, kv.bounds, arrivals)
+    return out, kv._replace(pools=pools, arrivals=arrivals)
 
 
 attention_layer = kernel_or_reference(kernel_attention_layer, plain_attention_layer)

@@ -36,6 +36,7 @@ from kernels.pallas_gpu.attention.online_softmax import (
     with_sink,
 )
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.attention.row_bounds import window_operand
 from kernels.tiles import AttentionTiles
 
 CAPPED_LANES = 16
@@ -113,11 +114,6 @@ def attend(
         window_operand(window),
         None if sinks is None else SinkRefs(sinks, sink_layer),
     )
-
-
-def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
-    """Converts tree masks to the int8 operand of a kernel; empty arrays are not supported."""
-    return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
 
 
 class Order(NamedTuple):

@@ -24,9 +24,8 @@ from kernels.pallas_gpu.attention.attention import (
     finish,
     load_rows,
     page_of,
-    window_operand,
 )
-from kernels.pallas_gpu.attention.attention_layer_mainloop import sum_share
+from kernels.pallas_gpu.attention.attention_layer_mainloop import NewRows, sum_share
 from kernels.pallas_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, in_head, load_head
 from kernels.pallas_gpu.attention.online_softmax import SinkRefs, with_sink
@@ -40,7 +39,7 @@ from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
     rotate,
     write_pair,
 )
-from kernels.pallas_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
+from kernels.pallas_gpu.attention.row_bounds import bits_of, bounds_of
 from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_partial
 from kernels.tiles import DecodeAttentionTiles
 
@@ -60,7 +59,7 @@ def attention_layer(
     places: Int[jax.Array, " R"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
+    paths: Int[jax.Array, "R N"],
     is_real: Bool[jax.Array, " R"],
     q: Float[jax.Array, "R Hq D"] | None = None,
     sinks: Float[jax.Array, "L2 Hq"] | None = None,
@@ -90,9 +89,10 @@ def attention_layer(
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
-      bounds, arrivals: From `compute_row_bounds`.
-      row_starts, first, until, window, sinks, sink_layer, max_rows, span, split, tile, scale,
-        softcap: See `attend`. With a window, all rows of a request have the same `until`.
+      bounds, arrivals, paths: From `compute_row_bounds`.
+      row_starts, first, until, sinks, sink_layer, max_rows, span, split, tile, scale, softcap: See
+        `attend`. With a tree, all rows of a request have the same `until`, and are written from
+        there on.
       max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
       interpret: Run on a CPU.
@@ -106,9 +106,9 @@ def attention_layer(
     if tiles.registers:
         raise ValueError("registers must be 0: Pallas does not support a limit")
     # Mosaic GPU's interpreter does not support inline PTX.
-    is_wide = tiles.described and softcap is None and not window.shape[1] and not interpret
+    is_wide = tiles.described and softcap is None and not paths.shape[1] and not interpret
     if is_wide and q is not None and takes(q.shape[1], kv, tile):
-        rows = (bounds, page_table, row_starts, first, until, window, sinks, sink_layer)
+        rows = (bounds, page_table, row_starts, first, until, paths.astype(bool), sinks, sink_layer)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         gate = projected if gated else None
         return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
@@ -121,11 +121,14 @@ def attention_layer(
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
     config = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
     sizes = _Sizes(Hq, max_rows, *config, max_parts, splits > max_parts)
+    # Keys and values of a path depend on the loads of their node and page: four stages, if two
+    # programs then have the shared memory of a multiprocessor.
+    stages = max(tiles.stages, 4) if paths.shape[1] and D <= 128 else tiles.stages
     of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _attention_layer_kernel,
-            order=Order(span, split, tile, tiles.ones, window.shape[1], scale, softcap),
+            order=Order(span, split, tile, tiles.ones, paths.shape[1], scale, softcap),
             settings=_ProjectionSettings(
                 q_norm is not None, q is not None, gated, has_kv, eps, digits
             ),
@@ -140,7 +143,7 @@ def attention_layer(
             SplitPartials.of(parts, R, Hq, D),
         ),
         input_output_aliases={len(Projected._fields) + which: which for which in range(2)},
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=stages),
         interpret=interpret,
         name="attention_layer",
     )(
@@ -152,7 +155,7 @@ def attention_layer(
             is_real=is_real.astype(jnp.int8),
             first=first,
             until=until,
-            window=window_operand(window),
+            paths=paths if paths.shape[1] else until[:, None],
         ),
         cos if q is None else q,
         None if sinks is None else SinkRefs(sinks, sink_layer),
@@ -168,14 +171,7 @@ class _LayerRows(NamedTuple):
     is_real: Any
     first: Any
     until: Any
-    window: Any
-
-
-class _NewRows(NamedTuple):
-    """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
-
-    places: jax.Array
-    is_bad: jax.Array
+    paths: Any
 
 
 class _ProjectionSettings(NamedTuple):
@@ -276,7 +272,7 @@ def _attention_layer_kernel(
             seen = VisibleRange(
                 kv_ref=kv_ref,
                 table_ref=table_ref,
-                window_ref=rows.window,
+                window_ref=rows.paths,
                 layer=layer,
                 request=request,
                 head=head,
@@ -333,9 +329,8 @@ def _attention_layer_kernel(
                     has_new &= bounds.new_until > share.share_begin
                     pl.when(has_new)(write)
                 q = rotate(fetched or fetch_q(), turning).astype(projected.rows.dtype)
-            window = pack_window_bits(rows.window, lane_row, order.nodes)
-            is_bad = jnp.zeros(written.shape, bool)
-            if sizes.max_rows > 1:
+
+            def bad_rows():
                 v_start = column + kv_ref.shape[4] * D
                 if settings.has_kv:
                     at = projected.rows.at[written[:, None], v_start + columns_of(D)[None, :]]
@@ -344,21 +339,29 @@ def _attention_layer_kernel(
                     at = table_ref.at[request, lax.div(place, kv_ref.shape[3])]
                     pages = pltriton.load(at, mask=is_new, other=0)[:, None]
                     v = load_rows(seen, 1, pages, place, is_new[:, None])
-                is_bad = is_bad_line(v)
+                return is_bad_line(v)
+
+            is_bad, bits = jnp.zeros(written.shape, bool), None
+            if order.nodes:
+                has_nodes = share.to_position > lax.div(bounds.seen_until, order.tile) * order.tile
+                bits = lax.cond(
+                    has_nodes,
+                    lambda: bits_of(bad_rows(), place - bounds.seen_until),
+                    lambda: (0 * bounds.low, 0 * bounds.low),
+                )
+            elif sizes.max_rows > 1:
+                is_bad = bad_rows()
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):
                 store_partial(parts, unit - base, row, q_head, sums, row < stop)
 
-            new = _NewRows(places=place, is_bad=is_bad)
-            own_sums = sum_share(q, seen, new, bounds, page, share, order, sizes, store=store)
+            new = NewRows(places=place, is_bad=is_bad, bits=bits)
+            own_sums = sum_share(
+                q, seen, new, rows.first, bounds, page, share, order, sizes, store=store
+            )
 
             def end(sums):
-                if sizes.max_rows > 1:
-                    seen_new = visible(place, first, until, window, order.nodes) & is_bad[None, :]
-                    gets_nan = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
-                    values = jnp.where(gets_nan[:, None], jnp.nan, sums.value)
-                    sums = sums._replace(value=values)
                 sums = with_sink(sums, sinks, q_head)
                 gate_ref = projected.rows if settings.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
@@ -381,7 +384,7 @@ def _attention_layer_kernel(
 
 def _share(number, capacity, bounds, order, sizes):
     """Returns the share of the attended or written positions that a program processes."""
-    high = jnp.minimum(bounds.seen_until + order.nodes, capacity)
+    high = jnp.minimum(bounds.path_until, capacity)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:
         by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.max_parts

@@ -1,7 +1,9 @@
 """Main loop of `attention_layer`: online softmax over a share (Pallas, Triton backend)."""
 
 from functools import partial
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -15,10 +17,22 @@ from kernels.pallas_gpu.attention.attention import (
     scores_of,
 )
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, SoftmaxState, fold
-from kernels.pallas_gpu.attention.row_bounds import in_range, path_places
+from kernels.pallas_gpu.attention.row_bounds import is_in as is_in_bits
+from kernels.pallas_gpu.attention.row_bounds import visible
 
 
-def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
+class NewRows(NamedTuple):
+    """KV positions of a request's new rows, and a mask of the rows with a non-finite value.
+
+    With a tree, `bits` are the mask's bits, by node.
+    """
+
+    places: jax.Array
+    is_bad: jax.Array
+    bits: tuple[jax.Array, jax.Array] | None
+
+
+def sum_share(q, seen, new, first_ref, bounds, number, share, order, sizes, *, store):
     """Accumulates the positions of a share: tiles into splits, splits into units, which are stored.
 
     A unit is a split or a span. A program with `is_alone` stores none. Positions that no row
@@ -38,47 +52,61 @@ def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
         position, pages, number = pages_of(seen, number, i, tile)
         return number, *close(i, add_whole(q, seen, position, pages, sums, order), *unit_sums)
 
-    def is_bad(position):
+    def bad_at(position):
         is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
         return jnp.max(is_one.astype(jnp.int32), axis=1) != 0
 
-    def add_seen(position, pages, is_read, is_seen, sums):
-        """Adds a tile that is not fully visible to all lanes."""
-        if sizes.max_rows > 1:
-            is_read &= ~is_bad(position)
-        load = partial(load_rows, seen, pages=pages, position=position, mask=is_read[:, None])
+    def add_seen(position, pages, is_in, is_bad, is_seen, sums):
+        """Adds positions that are not visible to all lanes.
+
+        0 x NaN is NaN: a non-finite new value is not read, and makes the weights NaN that are not
+        0.
+        """
+        mask = (is_in & ~is_bad)[:, None]
+        load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
         scores = scores_of(q, load(which=0), order)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         v = load(which=1)
-        weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
+        weights = jnp.where(is_bad[None, :], jnp.nan, jnp.exp2(scores - highest[:, None]))
+        weights = jnp.where(is_seen, weights, 0.0).astype(v.dtype)
         return add_tile(sums, highest, weights, v)
 
     def add_masked(i, carry):
         number, sums, *unit_sums = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        is_seen = in_range(position, seen.first, seen.until)
-        return number, *close(i, add_seen(position, pages, is_read, is_seen, sums), *unit_sums)
+        is_in = (position >= bounds.seen_from) & (position < bounds.seen_until)
+        # The new positions of a tree are in its own tiles.
+        has_new = sizes.max_rows > 1 and order.nodes == 0
+        is_bad = bad_at(position) if has_new else jnp.zeros(position.shape, bool)
+        is_seen = visible(position, seen.first, seen.until)
+        return number, *close(
+            i, add_seen(position, pages, is_in, is_bad, is_seen, sums), *unit_sums
+        )
 
-    def add_path(i, row, sums):
-        """Adds a tile of a tree's window to the lanes of one row; see `path_places`."""
-        position = i * tile + lax.iota(jnp.int32, tile)
-        in_row = seen.row == row
-        first = jnp.max(jnp.where(in_row, seen.first, 0))
-        until = bounds.seen_until
-        begin = jnp.maximum(first, until)
-        place, is_node = path_places(seen.window_ref, row, until, begin, position, order.nodes)
-        is_read = is_node | ((position >= first) & (position < until))
-        column = jnp.where(is_read, lax.div(place, seen.kv_ref.shape[3]), 0)
-        pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
-        return add_seen(place, pages, is_read, is_read[None, :] & in_row[:, None], sums)
+    def add_path(step, carry):
+        """Adds a tile of a tree's window to the lanes of one row.
 
-    def add_paths(i, carry):
+        The nodes that the row attends to are at consecutive positions in the order of the sums, as
+        in plain decoding, for any order of the window: a node has the bits of plain decoding.
+        """
         number, sums, *unit_sums = carry
-        rows = seen.row.min(), seen.row.max() + 1
-        sums = lax.fori_loop(*rows, partial(add_path, i), sums)
-        return number, *close(i, sums, *unit_sums)
+        i, row = lax.div(step, num_rows), seen.row.min() + lax.rem(step, num_rows)
+        position = i * tile + lax.iota(jnp.int32, tile)
+        place = position - bounds.seen_until
+        in_window = (place >= 0) & (place < order.nodes)
+        at = seen.window_ref.at[row, jnp.clip(place, 0, order.nodes - 1)]
+        node = pltriton.load(at, mask=in_window, other=order.nodes)
+        is_path = node < order.nodes
+        is_in = is_path | ((position >= first_ref[row]) & (place < 0))
+        is_bad = is_in_bits(*(jnp.broadcast_to(x, node.shape) for x in new.bits), node, order.nodes)
+        position = jnp.where(is_path, bounds.seen_until + node, position)
+        column = jnp.where(is_in, lax.div(position, seen.kv_ref.shape[3]), 0)
+        pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
+        is_seen = is_in[None, :] & (seen.row == row)[:, None]
+        sums = add_seen(position, pages, is_in, is_bad, is_seen, sums)
+        is_last = lax.rem(step, num_rows) == num_rows - 1
+        return number, *lax.cond(is_last, partial(close, i), lambda *x: x, sums, *unit_sums)
 
     def close(i, *sums):
         ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
@@ -105,5 +133,6 @@ def sum_share(q, seen, new, bounds, number, share, order, sizes, *, store):
     if order.nodes == 0:
         return lax.fori_loop(whole, end, add_masked, summed)[-1]
     tree = jnp.minimum(jnp.maximum(lax.div(bounds.seen_until, tile), whole), end)
+    num_rows = seen.row.max() + 1 - seen.row.min()
     summed = lax.fori_loop(whole, tree, add_masked, summed)
-    return lax.fori_loop(tree, end, add_paths, summed)[-1]
+    return lax.fori_loop(tree * num_rows, end * num_rows, add_path, summed)[-1]

@@ -20,7 +20,6 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.latent_tiles import SM90_LANES, LatentAttentionTiles, block_widths, splits_of
-from kernels.pallas_gpu.attention.attention import window_operand
 from kernels.pallas_gpu.attention.latent_attention_mainloop import (
     LatentRange,
     LatentWork,
@@ -30,6 +29,7 @@ from kernels.pallas_gpu.attention.latent_attention_sm90 import attend_latent_sm9
 from kernels.pallas_gpu.attention.latent_combine import combine, request_splits, tile_range
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.attention.row_bounds import window_operand
 from kernels.pallas_gpu.attention.split_kv import SplitPartials
 
 

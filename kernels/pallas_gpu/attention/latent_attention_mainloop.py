@@ -14,7 +14,6 @@ from kernels.pallas_gpu.attention.attention import EXACT
 from kernels.pallas_gpu.attention.head_dim_padding import load_kept
 from kernels.pallas_gpu.attention.latent_combine import fold, split_of, split_tiles
 from kernels.pallas_gpu.attention.online_softmax import NEGATIVE
-from kernels.pallas_gpu.attention.row_bounds import nodes_of, path_places
 
 
 class LatentWork(NamedTuple):
@@ -199,16 +198,46 @@ def _tile_at(seen, number, i, work):
 def _path_tile_at(seen, i, row, work):
     """Returns the pool indices of a tile that a row of a tree reads, and their mask, [tile, 1].
 
-    Tiles before the window are the same for all rows; see `path_places`.
+    Tiles before the window are the same for all rows.
     """
     page, position = seen.pool_ref.shape[3], i * work.tile + lax.iota(jnp.int32, work.tile)
     until = seen.until_ref[row]
-    place, is_node = path_places(seen.window_ref, row, until, until, position, work.nodes)
+    place, is_node = _path_places(seen.window_ref, row, until, position, work.nodes)
     is_read = is_node | (position < until)
     # A position that is not read gets an index in bounds, for the interpreter.
     place = jnp.where(is_read, place, 0)
     pages = pltriton.load(seen.table_ref.at[seen.request, lax.div(place, page)])
     return _places(seen, pages[:, None], lax.rem(place, page)), is_read[:, None]
+
+
+def _path_places(window_ref, row, until, position, nodes):
+    """Returns where a row of a tree reads some positions of plain decoding.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding.
+
+    Args:
+      window_ref, row: Windows of all rows, and the row.
+      until: KV position of the window.
+      position: Positions of plain decoding.
+      nodes: Width of the window.
+
+    Returns:
+      Their KV positions, and which are of nodes; others are as they were.
+    """
+    is_node = _nodes_of(window_ref, row, nodes)
+    node = lax.iota(jnp.int32, len(is_node))
+    path_position = jnp.where(is_node != 0, until + jnp.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    number = jnp.sum(jnp.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
+    return jnp.where(number > 0, until + number - 1, position), number > 0
+
+
+def _nodes_of(window_ref, row, nodes):
+    """Returns the window of a row as integers, padded to a power of two."""
+    node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    at = window_ref.at[row, jnp.minimum(node, nodes - 1)]
+    return pltriton.load(at, mask=node < nodes, other=0).astype(jnp.int32)
 
 
 def _places(seen, pages, places):
@@ -265,7 +294,7 @@ def _masked(scores, seen, i, row, is_shared, work):
     if work.nodes > 0:
         first, until = (
             jnp.minimum(first, until),
-            until + jnp.sum(nodes_of(seen.window_ref, row, work.nodes)),
+            until + jnp.sum(_nodes_of(seen.window_ref, row, work.nodes)),
         )
     sees = (position >= first) & (position < until)
     if work.nodes > 0:

@@ -1,10 +1,9 @@
-"""Attention and write bounds of each request (Pallas, Triton backend).
+"""Attention and write bounds of each request, and tree paths of its rows (Pallas, Triton backend).
 
-The bounds are computed once for all layers. A tree window is a bit mask.
+They are computed once for all layers.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,50 +16,97 @@ from kernels.tiles import BLOCKS
 from shared.spec.attention_layer import BOUNDS, RowBounds
 
 
-class TreeWindow(NamedTuple):
-    """Tree windows of lanes as two 32-bit masks."""
-
-    low: Any
-    high: Any
-
-
 def compute_row_bounds(
     row_starts: Int[jax.Array, " B1"],
     places: Int[jax.Array, " R"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
     is_real: Bool[jax.Array, " R"],
     *,
     max_rows: int,
     k_heads: int,
     interpret: bool = False,
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Same as `shared.spec.attention_layer.row_bounds`; also returns zeroed arrival counters.
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"], Int[jax.Array, "R N"]]:
+    """Same as `row_bounds` and `tree_paths` of `shared.spec.attention_layer`.
+
+    Also returns zeroed arrival counters. Paths of padding are undefined.
 
     Args:
-      row_starts, first, until, max_rows: See `attend`.
+      row_starts, first, until, window, max_rows: See `attend`.
       places, is_real: See `place`.
       k_heads: Number of KV heads.
       interpret: Run on a CPU.
     """
-    B = len(row_starts) - 1
-    bounds, arrivals = pl.pallas_call(
-        functools.partial(_row_bounds_kernel, rows=pl.next_power_of_2(max_rows)),
-        grid=(B,),
-        out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads * BLOCKS)],
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+    B, nodes, mask = len(row_starts) - 1, window.shape[1], window_operand(window)
+    shapes = ((B, BOUNDS), (B, k_heads * BLOCKS), mask.shape)
+    bounds, arrivals, paths = pl.pallas_call(
+        functools.partial(_row_bounds_kernel, rows=pl.next_power_of_2(max_rows), nodes=nodes),
+        grid=(B, max_rows if nodes else 1),
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        compiler_params=pltriton.CompilerParams(num_warps=4 if nodes else 1, num_stages=1),
         interpret=interpret,
         name="row_bounds",
-    )(row_starts, places, first, until, is_real.astype(jnp.int8))
-    return bounds, arrivals
+    )(row_starts, places, first, until, mask, is_real.astype(jnp.int8))
+    return bounds, arrivals, paths if nodes else jnp.zeros(window.shape, jnp.int32)
+
+
+def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
+    """Converts tree masks to the int8 operand of a kernel; empty arrays are not supported."""
+    return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
 
 
 def _row_bounds_kernel(
-    starts_ref, places_ref, first_ref, until_ref, real_ref, bounds_ref, arrivals_ref, *, rows
+    starts_ref,
+    places_ref,
+    first_ref,
+    until_ref,
+    window_ref,
+    real_ref,
+    bounds_ref,
+    arrivals_ref,
+    paths_ref,
+    *,
+    rows,
+    nodes,
 ):
-    """One program per request."""
-    request = pl.program_id(0)
+    """One program per request; with a window, per request and row."""
+    request, index = pl.program_id(0), pl.program_id(1)
     start, stop = starts_ref[request], starts_ref[request + 1]
+    if nodes:
+        store_path = functools.partial(_store_path, first_ref, until_ref, window_ref, paths_ref)
+        pl.when(start + index < stop)(lambda: store_path(start + index))
+    given = (places_ref, first_ref, until_ref, window_ref, real_ref, bounds_ref, arrivals_ref)
+    store = functools.partial(_store_bounds, *given, request, start, stop, rows, nodes)
+    pl.when(index == 0)(store)
+
+
+def _store_path(first_ref, until_ref, window_ref, paths_ref, row):
+    nodes = window_ref.shape[1]
+    node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    entry = jnp.minimum(node, nodes - 1)  # spare lanes repeat the last entry
+    is_node = pltriton.load(window_ref.at[row, entry], mask=node < nodes, other=0).astype(jnp.int32)
+    begin = jnp.maximum(first_ref[row] - until_ref[row], 0)
+    rank = begin + jnp.cumsum(is_node) - 1
+    is_here = (rank[None, :] == entry[:, None]) & (is_node[None, :] != 0)
+    path = jnp.min(jnp.where(is_here, node[None, :], nodes), axis=1)
+    pltriton.store(paths_ref.at[row, entry], path)
+
+
+def _store_bounds(
+    places_ref,
+    first_ref,
+    until_ref,
+    window_ref,
+    real_ref,
+    bounds_ref,
+    arrivals_ref,
+    request,
+    start,
+    stop,
+    rows,
+    nodes,
+):
     row, most = start + lax.iota(jnp.int32, rows), 2**31 - 1
     is_row = row < stop
     # A row that is not read gets an index in bounds, for the interpreter.
@@ -70,6 +116,13 @@ def _row_bounds_kernel(
     place = pltriton.load(places_ref.at[at], mask=is_row, other=0)
     is_real = pltriton.load(real_ref.at[at], mask=is_row, other=0) != 0
     low = jnp.min(jnp.where(is_row, jnp.minimum(first, until), most))
+    path_until = until
+    if nodes:
+        node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))[None, :]
+        keep = is_row[:, None] & (node < nodes)
+        of_nodes = window_ref.at[at[:, None], jnp.minimum(node, nodes - 1)]
+        num_nodes = pltriton.load(of_nodes, mask=keep, other=0).astype(jnp.int32).sum(axis=1)
+        path_until = jnp.where(num_nodes > 0, jnp.maximum(first, until) + num_nodes, until)
     is_any = jnp.max(is_real.astype(jnp.int32)) > 0
     bounds = RowBounds(
         low=jnp.where(start < stop, low, 0),
@@ -77,6 +130,7 @@ def _row_bounds_kernel(
         seen_until=jnp.max(until),
         new_from=jnp.where(is_any, jnp.min(jnp.where(is_real, place, most)), low),
         new_until=jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0),
+        path_until=jnp.max(path_until),
     )
     for which, bound in enumerate(bounds):
         bounds_ref[request, which] = bound
@@ -91,65 +145,9 @@ def bounds_of(bounds_ref, request):
     return RowBounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
 
 
-def pack_window_bits(window_ref, rows, nodes):
-    """Packs the window of each lane into two 32-bit masks."""
-    nothing = jnp.zeros(rows.shape, jnp.int32)
-    low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
-    high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
-    return TreeWindow(low=low, high=high)
-
-
-def _pack_word(window_ref, rows, begin, nodes):
-    bit = lax.iota(jnp.int32, 32)
-    is_node = jnp.broadcast_to((begin + bit < nodes)[None, :], (len(rows), 32))
-    at = window_ref.at[rows[:, None], jnp.minimum(begin + bit, nodes - 1)[None, :]]
-    is_set = pltriton.load(at, mask=is_node, other=0).astype(jnp.int32)
-    return jnp.sum(lax.shift_left(is_set, jnp.broadcast_to(bit[None, :], is_set.shape)), axis=1)
-
-
-def nodes_of(window_ref, row, nodes):
-    """Returns the window of a row as integers, padded to a power of two."""
-    node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
-    at = window_ref.at[row, jnp.minimum(node, nodes - 1)]
-    return pltriton.load(at, mask=node < nodes, other=0).astype(jnp.int32)
-
-
-def path_places(window_ref, row, until, begin, position, nodes):
-    """Returns where a row of a tree reads some positions of plain decoding.
-
-    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
-    plain decoding, for any order of the window: a node has the bits of plain decoding.
-
-    Args:
-      window_ref, row: Windows of all rows, and the row.
-      until, begin: KV position of the window, and position of the row's first visible node.
-      position: Positions of plain decoding.
-      nodes: Width of the window.
-
-    Returns:
-      Their KV positions, and which are of nodes; others are as they were.
-    """
-    is_node = nodes_of(window_ref, row, nodes)
-    node = lax.iota(jnp.int32, len(is_node))
-    path_position = jnp.where(is_node != 0, begin + jnp.cumsum(is_node) - 1, -1)
-    is_here = path_position[None, :] == position[:, None]
-    number = jnp.sum(jnp.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
-    return jnp.where(number > 0, until + number - 1, position), number > 0
-
-
-def in_range(position, first, until):
-    """Returns the mask of positions between the bounds of each lane, [lanes, positions]."""
-    return (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
-
-
-def visible(position, first, until, window, nodes):
+def visible(position, first, until):
     """Returns the mask of positions that each lane attends to, [lanes, positions]."""
-    seen = in_range(position, first, until)
-    if nodes > 0:
-        node = position[None, :] - until[:, None]
-        low, high = (jnp.broadcast_to(x[:, None], node.shape) for x in (window.low, window.high))
-        seen |= is_in(low, high, node, nodes)
-    return seen
+    return (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
 
 
 def is_in(low, high, node, nodes):

@@ -78,7 +78,7 @@ class VisibleRange(NamedTuple):
     Attributes:
       k, v: Pools of the layer, at the program's KV head.
       table, columns: Page table of the request, and its columns.
-      window: Address of each lane's tree mask; in `attention_layer` of all masks.
+      window: Address of each lane's tree mask; in `attention_layer` of all tree paths.
       first, until: Visible positions of each lane before the window.
       scale: Multiplier of the scores, times log2(e).
     """

@@ -3,8 +3,8 @@
 The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
 writes the new keys and values of its positions before it reads them, except in a layer that reads
 the KV of another layer. The last program to arrive combines the partial results. The reduction
-order equals that of `attend`, and that of a tree's row plain decoding: the bits of a row do not
-depend on the number of rows and programs.
+order equals that of `attend`: the bits of a row do not depend on the number of rows and programs,
+and those of a tree's row equal plain decoding.
 The positions of the rows are read before the previous kernel has ended, which must not write them.
 """
 
@@ -25,12 +25,16 @@ from kernels.triton_gpu.attention.attention import (
     finish,
     page_of,
 )
-from kernels.triton_gpu.attention.attention_layer_mainloop import sum_share
+from kernels.triton_gpu.attention.attention_layer_mainloop import (
+    LaneRows,
+    NewRows,
+    Units,
+    sum_share,
+)
 from kernels.triton_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, load_head
 from kernels.triton_gpu.attention.online_softmax import (
     LOG2_E,
-    SoftmaxState,
     softcap_of,
     with_sink,
 )
@@ -44,7 +48,7 @@ from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     rotate,
     write_pair,
 )
-from kernels.triton_gpu.attention.row_bounds import bounds_of, pack_window_bits, visible
+from kernels.triton_gpu.attention.row_bounds import bits_of, bounds_of
 from kernels.triton_gpu.attention.split_kv import SplitPartials, combine
 from kernels.triton_gpu.gemm.linear import launching
 
@@ -64,44 +68,7 @@ class LayerRows(NamedTuple):
     is_real: Any
     first: Any
     until: Any
-    window: Any
-
-
-class NewRows(NamedTuple):
-    """KV positions of a request's new rows, and a mask of the rows with a non-finite value."""
-
-    places: Any
-    is_bad: Any
-
-
-class LaneRows(NamedTuple):
-    """Rows of a program: the row of each lane, and their range."""
-
-    of_lane: Any
-    begin: Any
-    end: Any
-
-
-class Units(NamedTuple):
-    """Addresses of the partial results of a program.
-
-    Attributes:
-      parts: Partial results of all programs.
-      place: Index of each lane in the first unit.
-      is_lane: Mask of the lanes that are not spare.
-      base: Number of the first unit.
-      stride: Offset from one unit to the next.
-      length: Positions of a unit.
-      is_alone: Whether the program processes all units, and stores none.
-    """
-
-    parts: Any
-    place: Any
-    is_lane: Any
-    base: Any
-    stride: Any
-    length: Any
-    is_alone: Any
+    paths: Any
 
 
 class AttentionLayerConfig(NamedTuple):
@@ -144,7 +111,7 @@ def attention_layer(
     places: Int[Tensor, " R"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
+    paths: Int[Tensor, "R N"],
     is_real: Bool[Tensor, " R"],
     q: Float[Tensor, "R Hq D"] | None = None,
     sinks: Float[Tensor, " Hq"] | None = None,
@@ -168,9 +135,9 @@ def attention_layer(
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, has_kv, eps, digits: See `place`.
       q: Queries from `place`, which has also written keys and values; None to do both here.
-      bounds, arrivals: From `compute_row_bounds`; `arrivals` is zero again afterwards.
-      row_starts, first, until, window, sinks, max_rows, span, split, tile, scale, softcap: See
-        `attend`. With a window, all rows of a request have the same `until`.
+      bounds, arrivals, paths: From `compute_row_bounds`; `arrivals` is zero again afterwards.
+      row_starts, first, until, sinks, max_rows, span, split, tile, scale, softcap: See `attend`.
+        With a tree, all rows of a request have the same `until`, and are written from there on.
       max_parts: Maximum splits of a request with partial results per split; above, per span.
       tiles: Tile config.
 
@@ -179,7 +146,7 @@ def attention_layer(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
-    is_wide = tiles.described and softcap is None and not window.shape[1]
+    is_wide = tiles.described and softcap is None and not paths.shape[1]
     if is_wide and q is not None and takes(kv, tile):
         return attention_layer_sm90(
             q,
@@ -192,7 +159,7 @@ def attention_layer(
             row_starts=row_starts,
             first=first,
             until=until,
-            window=window,
+            window=paths.bool(),
             sinks=sinks,
             max_rows=max_rows,
             span=span,
@@ -200,9 +167,9 @@ def attention_layer(
             scale=scale,
             tiles=tiles,
         )
-    read = (projected, cos, sin, page_table, row_starts, places, first, until, window, is_real)
+    read = (projected, cos, sin, page_table, row_starts, places, first, until, paths, is_real)
     projected, cos, sin, page_table, row_starts, places, *read = (x.contiguous() for x in read)
-    first, until, window, is_real = read
+    first, until, paths, is_real = read
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk * has_kv) // (1 + gated)
@@ -225,7 +192,7 @@ def attention_layer(
             is_real=is_real,
             first=first,
             until=until,
-            window=window if window.shape[1] else until,
+            paths=paths if paths.shape[1] else until,
         ),
         *(projected if q is None else q, projected if sinks is None else sinks, out),
         SplitPartials(sums=sums, peaks=peaks, totals=totals),
@@ -243,7 +210,7 @@ def attention_layer(
             split=split,
             tile=tile,
             ones=tiles.ones,
-            nodes=window.shape[1],
+            nodes=paths.shape[1],
             softcap=softcap_of(softcap),
             has_sinks=sinks is not None,
         ),
@@ -303,7 +270,7 @@ def _attention_layer_kernel(
     bounds = bounds_of(requests.bounds, request)
     start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
     num_real = tl.load(rows.starts + num_requests)
-    high = tl.minimum(bounds.seen_until + order.nodes, columns * heads.page)
+    high = tl.minimum(bounds.path_until, columns * heads.page)
     by_span, unit = False, split
     if config.may_span:
         by_span = tl.cdiv(high, split) - bounds.low // split > max_parts
@@ -349,13 +316,11 @@ def _attention_layer_kernel(
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if writes:
-        begin, is_written = bounds.new_from, is_new
-        if order.nodes > 0:  # a path begins before the new nodes, and has some of other programs
-            begin = tl.minimum(begin, bounds.seen_until)
-        else:
-            is_written &= (place >= share_begin) & (place < share_end)
-        if (begin < share_end) & (bounds.new_until > share_begin):
+    if writes:  # noqa: SIM102 - a compile-time condition
+        if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
+            is_written = is_new
+            if order.nodes == 0:  # else a row reads new positions of other programs
+                is_written &= (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # read by other threads than the writers
@@ -368,28 +333,30 @@ def _attention_layer_kernel(
                 projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
             )
         q = rotate(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
-    window = pack_window_bits(rows.window, lane_row, order.nodes)
-    is_bad = tl.zeros((new_rows,), tl.int1)
-    if new_rows > 1:
-        if config.has_kv:
-            at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
-            is_bad = is_bad_line(projected.rows, at, is_new, D)
-        else:
-            number_of_new = tl.load(own_pool.table + place // heads.page, mask=is_new, other=0)
-            at = number_of_new.to(tl.int64) * heads.page + place % heads.page
-            is_bad = is_bad_line(pool.v, (at * k_heads + head) * D, is_new, D)
+    is_bad, low, high_bits = tl.zeros((new_rows,), tl.int1), 0, 0
+    if order.nodes == 0:
+        if new_rows > 1:
+            is_bad = _bad_rows(projected, own_pool, new, place, is_new, head, heads, config)
+    elif to_position > bounds.seen_until // order.tile * order.tile:  # has tiles with nodes
+        is_bad_node = _bad_rows(projected, own_pool, new, place, is_new, head, heads, config)
+        low, high_bits = bits_of(is_bad_node, place - bounds.seen_until)
     seen = VisibleRange(
         k=pool.k + head * D,
         v=pool.v + head * D,
         table=own_pool.table,
         columns=columns,
-        window=rows.window,
+        window=rows.paths,
         first=first,
         until=until,
         scale=scale,
     )
-    new_places = NewRows(places=place, is_bad=is_bad)
-    lane_rows = LaneRows(of_lane=lane_row, begin=tl.min(lane_row), end=tl.max(lane_row) + 1)
+    new_kv = NewRows(places=place, is_bad=is_bad, low=low, high=high_bits)
+    lane_rows = LaneRows(
+        of_lane=lane_row,
+        begin=start + block * lanes // group,
+        end=tl.minimum(start + tl.cdiv((block + 1) * lanes, group), stop),
+        first_of_rows=rows.first,
+    )
     units = Units(
         parts=parts,
         place=place_of_lane,
@@ -403,7 +370,7 @@ def _attention_layer_kernel(
     sums = sum_share(
         q,
         seen,
-        new_places,
+        new_kv,
         lane_rows,
         bounds,
         number,
@@ -435,11 +402,21 @@ def _attention_layer_kernel(
                 config.unroll,
             )
     if is_last:
-        if new_rows > 1:
-            sees_bad = visible(place, first, until, window, order.nodes) & is_bad[None, :]
-            gets_nan = tl.max(sees_bad.to(tl.int32), axis=1) > 0
-            values = tl.where(gets_nan[:, None], float("nan"), sums.value)
-            sums = SoftmaxState(value=values, peak=sums.peak, total=sums.total)
         if order.has_sinks:
             sums = with_sink(sums, sinks_at, place_of_lane, q_heads)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
+
+
+@triton.jit
+def _bad_rows(
+    projected, own_pool, new, place, is_new, head, heads: tl.constexpr, config: tl.constexpr
+):
+    """Returns the new rows with a non-finite value in a head."""
+    k_heads: tl.constexpr = heads.k_heads
+    D: tl.constexpr = heads.D
+    if config.has_kv:
+        column = (heads.q_heads * (1 + heads.gated) + k_heads + head) * D
+        return is_bad_line(projected.rows, new.to(tl.int64) * heads.line + column, is_new, D)
+    number = tl.load(own_pool.table + place // heads.page, mask=is_new, other=0)
+    at = number.to(tl.int64) * heads.page + place % heads.page
+    return is_bad_line(own_pool.v, (at * k_heads + head) * D, is_new, D)

@@ -12,7 +12,6 @@ from kernels.triton_gpu.attention.latent_combine import fold, split_of, split_ti
 from kernels.triton_gpu.attention.online_softmax import (
     NEGATIVE,
 )
-from kernels.triton_gpu.attention.row_bounds import path_places
 
 
 class LatentSizes(NamedTuple):
@@ -208,17 +207,41 @@ def _tile_at(seen, number, i, sizes: tl.constexpr, order: tl.constexpr):
 def _path_tile_at(seen, i, row, sizes: tl.constexpr, order: tl.constexpr):
     """Returns the addresses of a tile that a row of a tree reads, [tile, 1], and their mask.
 
-    Tiles before the window are the same for all rows; see `path_places`.
+    Tiles before the window are the same for all rows.
     """
     page: tl.constexpr = sizes.page
     nodes: tl.constexpr = order.nodes
     position = i * order.tile + tl.arange(0, order.tile)
     until = tl.load(seen.until + row)
-    place, is_node = path_places(seen.window + row * nodes, until, until, position, nodes)
+    place, is_node = _path_places(seen.window + row * nodes, until, position, nodes)
     is_read = is_node | (position < until)
     number = tl.load(seen.table + place // page, mask=is_read, other=0)
     at = seen.pool + (number.to(tl.int64) * page + place % page) * (sizes.rank + sizes.rope)
     return at[:, None], is_read[:, None]
+
+
+@triton.jit
+def _path_places(window_at, until, position, nodes: tl.constexpr):
+    """Returns where a row of a tree reads some positions of plain decoding.
+
+    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding.
+
+    Args:
+      window_at: Window of the row.
+      until: KV position of the window.
+      position: Positions of plain decoding.
+      nodes: Width of the window.
+
+    Returns:
+      Their KV positions, and which are of nodes; others are as they were.
+    """
+    node = tl.arange(0, triton.next_power_of_2(nodes))
+    is_node = tl.load(window_at + node, mask=node < nodes, other=0).to(tl.int32)
+    path_position = tl.where(is_node != 0, until + tl.cumsum(is_node) - 1, -1)
+    is_here = path_position[None, :] == position[:, None]
+    number = tl.sum(tl.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
+    return tl.where(number > 0, until + number - 1, position), number > 0
 
 
 @triton.jit

@@ -1,9 +1,7 @@
-"""Attention and write bounds of each request (Triton).
+"""Attention and write bounds of each request, and tree paths of its rows (Triton).
 
-The bounds are computed once for all layers. A tree window is a bit mask.
+They are computed once for all layers.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,44 +15,43 @@ from shared.spec.attention_layer import BOUNDS, RowBounds
 _BOUNDS = tl.constexpr(BOUNDS)
 
 
-class TreeWindow(NamedTuple):
-    """Tree windows of lanes as two 32-bit masks."""
-
-    low: Any
-    high: Any
-
-
 def compute_row_bounds(
     row_starts: Int[Tensor, " B1"],
     places: Int[Tensor, " R"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
     is_real: Bool[Tensor, " R"],
     *,
     max_rows: int,
     k_heads: int,
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Same as `shared.spec.attention_layer.row_bounds`; also returns zeroed arrival counters.
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"], Int[Tensor, "R N"]]:
+    """Same as `row_bounds` and `tree_paths` of `shared.spec.attention_layer`.
+
+    Also returns zeroed arrival counters. Paths of padding are undefined.
 
     Args:
-      row_starts, first, until, max_rows: See `attend`.
+      row_starts, first, until, window, max_rows: See `attend`.
       places, is_real: See `place`.
       k_heads: Number of KV heads.
     """
-    B = len(row_starts) - 1
+    B, nodes = len(row_starts) - 1, window.shape[1]
     bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
     arrivals = row_starts.new_empty((B, k_heads * BLOCKS), dtype=torch.int32)
-    rows = (x.contiguous() for x in (row_starts, places, first, until, is_real))
-    _row_bounds_kernel[(B,)](
-        *rows,
+    paths = row_starts.new_empty(window.shape, dtype=torch.int32)
+    given = (row_starts, places, first, until, window if nodes else is_real, is_real)
+    _row_bounds_kernel[(B, max_rows if nodes else 1)](
+        *(x.contiguous() for x in given),
         bounds,
         arrivals,
+        paths,
         rows=triton.next_power_of_2(max_rows),
+        nodes=nodes,
         counters=arrivals.shape[1],
         lanes=triton.next_power_of_2(arrivals.shape[1]),
-        num_warps=1,
+        num_warps=4 if nodes else 1,
     )
-    return bounds, arrivals
+    return bounds, arrivals, paths
 
 
 @triton.jit
@@ -63,16 +60,24 @@ def _row_bounds_kernel(
     places_at,
     first_at,
     until_at,
+    window_at,
     real_at,
     bounds_at,
     arrivals_at,
+    paths_at,
     rows: tl.constexpr,
+    nodes: tl.constexpr,
     counters: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """One program per request."""
-    request = tl.program_id(0)
+    """One program per request; with a window, per request and row."""
+    request, index = tl.program_id(0), tl.program_id(1)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
+    if nodes > 0:
+        if start + index < stop:
+            _store_path(first_at, until_at, window_at, paths_at, start + index, nodes)
+        if index > 0:
+            return
     row = start + tl.arange(0, rows)
     is_row = row < stop
     most: tl.constexpr = 2**31 - 1
@@ -81,6 +86,13 @@ def _row_bounds_kernel(
     place = tl.load(places_at + row, mask=is_row, other=0)
     is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
     low = tl.min(tl.where(is_row, tl.minimum(first, until), most))
+    path_until = until
+    if nodes > 0:
+        node = tl.arange(0, triton.next_power_of_2(nodes))[None, :]
+        keep = is_row[:, None] & (node < nodes)
+        is_node = tl.load(window_at + row[:, None] * nodes + node, mask=keep, other=0)
+        num_nodes = tl.sum(is_node.to(tl.int32), axis=1)
+        path_until = tl.where(num_nodes > 0, tl.maximum(first, until) + num_nodes, until)
     is_any = tl.max(is_real.to(tl.int32)) > 0
     bounds = RowBounds(
         low=tl.where(start < stop, low, 0),
@@ -88,6 +100,7 @@ def _row_bounds_kernel(
         seen_until=tl.max(until),
         new_from=tl.where(is_any, tl.min(tl.where(is_real, place, most)), low),
         new_until=tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0),
+        path_until=tl.max(path_until),
     )
     _store_bounds(bounds_at + request * _BOUNDS, bounds)
     counter = tl.arange(0, lanes)
@@ -101,6 +114,18 @@ def _store_bounds(at, bounds):
     tl.store(at + 2, bounds.seen_until)
     tl.store(at + 3, bounds.new_from)
     tl.store(at + 4, bounds.new_until)
+    tl.store(at + 5, bounds.path_until)
+
+
+@triton.jit
+def _store_path(first_at, until_at, window_at, paths_at, row, nodes: tl.constexpr):
+    node = tl.arange(0, triton.next_power_of_2(nodes))
+    entry, at = tl.minimum(node, nodes - 1), row.to(tl.int64) * nodes  # spare lanes repeat the last
+    is_node = tl.load(window_at + at + entry, mask=node < nodes, other=0).to(tl.int32)
+    begin = tl.maximum(tl.load(first_at + row) - tl.load(until_at + row), 0)
+    rank = begin + tl.cumsum(is_node) - 1
+    is_here = (rank[None, :] == entry[:, None]) & (is_node[None, :] != 0)
+    tl.store(paths_at + at + entry, tl.min(tl.where(is_here, node[None, :], nodes), axis=1))
 
 
 @triton.jit
@@ -113,67 +138,21 @@ def bounds_of(bounds_at, request):
         seen_until=tl.load(at + 2),
         new_from=tl.load(at + 3),
         new_until=tl.load(at + 4),
+        path_until=tl.load(at + 5),
     )
 
 
 @triton.jit
-def pack_window_bits(window_at, rows, nodes: tl.constexpr):
-    """Packs the window of each lane into two 32-bit masks."""
-    low = tl.zeros(rows.shape, tl.int32)
-    high = low
-    if nodes > 0:
-        low = _pack_word(window_at, rows, 0, nodes)
-    if nodes > 32:
-        high = _pack_word(window_at, rows, 32, nodes)
-    return TreeWindow(low=low, high=high)
-
-
-@triton.jit
-def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
-    bit = tl.arange(0, 32)
-    at = window_at + rows.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
-    is_set = tl.load(at, mask=((begin + bit) < nodes)[None, :], other=0).to(tl.int32)
-    return tl.sum(is_set << bit[None, :], axis=1).to(tl.int32)
-
-
-@triton.jit
-def path_places(window_at, until, begin, position, nodes: tl.constexpr):
-    """Returns where a row of a tree reads some positions of plain decoding.
-
-    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
-    plain decoding, for any order of the window: a node has the bits of plain decoding.
-
-    Args:
-      window_at: Window of the row.
-      until, begin: KV position of the window, and position of the row's first visible node.
-      position: Positions of plain decoding.
-      nodes: Width of the window.
-
-    Returns:
-      Their KV positions, and which are of nodes; others are as they were.
-    """
-    node = tl.arange(0, triton.next_power_of_2(nodes))
-    is_node = tl.load(window_at + node, mask=node < nodes, other=0).to(tl.int32)
-    path_position = tl.where(is_node != 0, begin + tl.cumsum(is_node) - 1, -1)
-    is_here = path_position[None, :] == position[:, None]
-    number = tl.sum(tl.where(is_here, node[None, :] + 1, 0), axis=1)  # from 1; 0: none
-    return tl.where(number > 0, until + number - 1, position), number > 0
-
-
-@triton.jit
-def in_range(position, first, until):
-    """Returns the mask of positions between the bounds of each lane, [lanes, positions]."""
+def visible(position, first, until):
+    """Returns the mask of positions that each lane attends to, [lanes, positions]."""
     return (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
 
 
 @triton.jit
-def visible(position, first, until, window, nodes: tl.constexpr):
-    """Returns the mask of positions that each lane attends to, [lanes, positions]."""
-    seen = in_range(position, first, until)
-    if nodes > 0:
-        node = position[None, :] - until[:, None]
-        seen |= is_in(window.low[:, None], window.high[:, None], node, nodes)
-    return seen
+def bits_of(is_one, node):
+    """Packs the selected nodes into two 32-bit masks."""
+    bit = tl.where(is_one, 1 << (node & 31), 0)
+    return tl.sum(tl.where(node >> 5 == 0, bit, 0)), tl.sum(tl.where(node >> 5 == 1, bit, 0))
 
 
 @triton.jit

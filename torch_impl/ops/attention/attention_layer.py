@@ -8,11 +8,11 @@ On a GPU `attention_layer` and `write_kv` are kernels; see `torch_impl.ops`.
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import MOST_LANES, attention_layer_pairs
+from kernels.tiles import MOST_LANES, attention_layer_tiles
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
@@ -42,16 +42,21 @@ class Angles:
 
 def _no_bounds(
     rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"], Int[Tensor, "R N"]]:
     """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
-    return nothing, nothing
+    return nothing, nothing, nothing.new_empty(_window(rows).shape)
+
+
+def _window(rows: AttentionRows) -> Bool[Tensor, "R N"]:
+    """Returns the tree windows that the fused kernel supports; empty for wider ones."""
+    return rows.window if rows.window.shape[1] <= MOST_NODES else rows.window[:, :0]
 
 
 def plain_row_bounds(
     rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Computes the row bounds for the fused attention kernel, once for all layers.
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"], Int[Tensor, "R N"]]:
+    """Computes bounds and paths of rows for the fused attention kernel, once for all layers.
 
     Reference operations need none.
     """
@@ -60,11 +65,11 @@ def plain_row_bounds(
 
 def kernel_row_bounds(
     kernels: Kernels, rows: AttentionRows, num_kv_heads: int
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"], Int[Tensor, "R N"]]:
     """Same as `plain_row_bounds`, for steps with few enough rows for the kernel."""
     if rows.max_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
-    given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
+    given = (rows.row_starts, rows.places, rows.first, rows.until, _window(rows), rows.is_real)
     return kernels.row_bounds.compute_row_bounds(
         *given, max_rows=rows.max_rows, k_heads=num_kv_heads
     )
@@ -81,11 +86,13 @@ class PagedKV:
       pools: Keys and values of each layer.
       bounds: Bounds of the KV positions that each request reads and writes; for a kernel only.
       arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
+      paths: Tree paths of the rows; for a kernel only.
     """
 
     pools: Float[Tensor, "L planes pages page Hk D"]
     bounds: Int[Tensor, "B bounds"]
     arrivals: Int[Tensor, "B counters"]
+    paths: Int[Tensor, "R N"]
 
     @classmethod
     def of(cls, pools: Float[Tensor, "L planes pages page Hk D"], rows: AttentionRows) -> "PagedKV":
@@ -156,12 +163,15 @@ def kernel_attention_layer(
     """Same as `plain_attention_layer`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     pairs, sees = rows.max_rows * heads.group(qkv.shape[1]), (rows.first, rows.until, rows.window)
-    chosen_for = attention_layer_pairs(pairs, rows.window.shape[1])
-    sizes = {"item_bytes": item_bytes, "head_size": heads.head_size}
-    if not chosen_for or rows.window.shape[1] > MOST_NODES:
+    nodes, requests = rows.window.shape[1], len(rows.page_table)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    tiles = attention_layer_tiles(
+        kernels.tiles.attention_layer, **sizes, nodes=nodes, requests=requests
+    )
+    if tiles is None or nodes > MOST_NODES:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
-        tiles = kernels.tiles.attention.of(**sizes, rows=pairs)
+        tiles = kernels.tiles.attention.of(**sizes)
         pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
         return kernels.attention.attend(
             q,
@@ -176,8 +186,6 @@ def kernel_attention_layer(
             tiles=tiles,
             **order,
         )
-    requests = len(rows.page_table)
-    tiles = kernels.tiles.attention_layer.of(**sizes, rows=chosen_for, requests=requests)
     q = None
     if tiles.placed or tiles.described:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
@@ -195,7 +203,7 @@ def kernel_attention_layer(
         places=rows.places,
         first=rows.first,
         until=rows.until,
-        window=rows.window,
+        paths=kv.paths,
         is_real=rows.is_real,
         q=q,
         sinks=sinks,

@@ -73,12 +73,14 @@ class PagedKV:
     pools: np.ndarray
     bounds: np.ndarray
     arrivals: np.ndarray
+    paths: np.ndarray
 
 
 def arguments(case: MixCase) -> Arguments:
     """Returns the arguments of the operation, for the specification and the backends."""
-    counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
+    arrivals = np.zeros((len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS), np.int32)
     pools = np.stack([case.k_pages, case.v_pages])[None]
+    bounds = attention_layer.row_bounds(case.rows, case.row_starts)
     return {
         "qkv": case.qkv,
         "heads": case.heads,
@@ -89,11 +91,7 @@ def arguments(case: MixCase) -> Arguments:
         ),
         "k_pages": case.k_pages,
         "v_pages": case.v_pages,
-        "kv": PagedKV(
-            pools,
-            attention_layer.row_bounds(case.rows, case.row_starts),
-            np.zeros(counts, np.int32),
-        ),
+        "kv": PagedKV(pools, bounds, arrivals, attention_layer.tree_paths(case.rows)),
         "layer": 0,
         "sinks": case.sinks,
     }
@@ -307,8 +305,8 @@ def _chains(
     return partial(prompt_case, [(context, context + rows)] * requests, **model)
 
 
-def _trees(requests: int, nodes: int, context: int) -> Callable[..., MixCase]:
-    sizes = {"nodes": nodes, "columns": -(-(context + nodes) // 64), **_MODEL}
+def _trees(requests: int, nodes: int, context: int, **model: object) -> Callable[..., MixCase]:
+    sizes = {"nodes": nodes, "columns": -(-(context + nodes) // 64), **(model or _MODEL)}
     return partial(tree_case, [nodes] * requests, [context] * requests, **sizes)
 
 
@@ -336,6 +334,8 @@ _LARGE |= {
 }
 """The end of a prompt with a cached prefix."""
 _LARGE |= {f"{B} x {N} nodes after 512": _trees(B, N, 512) for N in (64, 16) for B in (1, 32)}
+_LARGE["1 x 32 nodes after 512"] = _trees(1, 32, 512)
+_LARGE["hybrid, 1 x 64 nodes after 512"] = _trees(1, 64, 512, **_HYBRID)
 _LARGE |= {
     f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
