@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from shared.spec.attention import with_sliding_window
+from shared.spec.attention_layer import Angles
 from tests.support.attention_layer_kernels import (
     SHARED,
     SHORT,
@@ -15,7 +17,7 @@ from tests.support.attention_layer_kernels import (
     run_pallas,
     run_triton,
 )
-from tests.support.cases.attention.attention_layer import MixCase, tree_case
+from tests.support.cases.attention.attention_layer import PER_ROW, MixCase, tree_case
 from tests.support.kernels import INTERPRET, KERNELS
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -94,3 +96,30 @@ def test_sliding_window_tree_row_bits_equal_plain_decoding(size: int, run) -> No
     rows = [(0, 5), (0, 11), (0, 15), (1, 4), (1, 8)]
     assert any(depths[case.row_starts[request] + row] > 2 for request, row in rows)
     assert num_moved(case, how_of(None), rows, run) >= 4
+
+
+@pytest.mark.parametrize("tiles", TILE_CONFIGS, ids=str)
+def test_tree_level_bits_equal_whole_tree(tiles: dict | None, run) -> None:
+    """Rows of the last nodes only, as of a draft step; others are in the pools."""
+    case, how = tree_case([16, 9], [27, 105], nodes=16, columns=9), how_of(tiles)
+    whole = run(case, how)
+    starts = case.row_starts
+    flat = np.concatenate([np.arange(start + 6, stop) for start, stop in pairwise(starts)])
+    request, places = case.rows.request[flat], case.rows.places[flat]
+    at = (case.rows.page_table[request, places // 16], places % 16)
+    pools = [x.copy() for x in whole.pools]
+    for old, new in zip((case.k_pages, case.v_pages), pools, strict=True):
+        new[at] = old[at]
+    kept = {name: getattr(case.rows, name)[flat] for name in (*PER_ROW, "request")}
+    level = replace(
+        case,
+        qkv=case.qkv[flat],
+        angles=Angles(case.angles.cos[flat], case.angles.sin[flat]),
+        rows=replace(case.rows, **kept),
+        row_starts=np.array([0, 10, 13], np.int32),
+        k_pages=pools[0],
+        v_pages=pools[1],
+    )
+    got = run(level, how)
+    np.testing.assert_array_equal(got.out, whole.out[flat])
+    np.testing.assert_array_equal(got.pools[:, 1:], whole.pools[:, 1:])

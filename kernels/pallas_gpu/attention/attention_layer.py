@@ -322,11 +322,12 @@ def _attention_layer_kernel(
                 q = load_head(q_ref.at[at], D)
             else:
                 if settings.has_kv:
-                    written_from = bounds.new_from
-                    if order.nodes > 0:  # a path begins before the new nodes
+                    written_from, written_until = bounds.new_from, bounds.new_until
+                    if order.nodes:  # a path has new nodes at positions of other programs
                         written_from = jnp.minimum(written_from, bounds.seen_until)
+                        written_until = jnp.maximum(written_until, bounds.path_until)
                     has_new = written_from < share.share_end
-                    has_new &= bounds.new_until > share.share_begin
+                    has_new &= written_until > share.share_begin
                     pl.when(has_new)(write)
                 q = rotate(fetched or fetch_q(), turning).astype(projected.rows.dtype)
 

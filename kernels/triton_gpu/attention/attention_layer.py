@@ -316,11 +316,14 @@ def _attention_layer_kernel(
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if writes:  # noqa: SIM102 - a compile-time condition
-        if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
-            is_written = is_new
-            if order.nodes == 0:  # else a row reads new positions of other programs
-                is_written &= (place >= share_begin) & (place < share_end)
+    if writes:
+        written_from, written_until, is_written = bounds.new_from, bounds.new_until, is_new
+        if order.nodes == 0:
+            is_written &= (place >= share_begin) & (place < share_end)
+        else:  # a path has new nodes at positions of other programs
+            written_from = tl.minimum(written_from, bounds.seen_until)
+            written_until = tl.maximum(written_until, bounds.path_until)
+        if (written_from < share_end) & (written_until > share_begin):
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # read by other threads than the writers
