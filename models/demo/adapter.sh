@@ -5,7 +5,7 @@
 # layer. FOLDER (build/demo-adapter) receives data, adapter and result; $RESULT names the result
 # file, and TABLE=docs/lora.md also renders the table of that page.
 # MODEL names the folder of the target, with the draft heads beside it. MINUTES replaces STEPS: on a
-# GPU `MINUTES=2 BATCH=16384 COUNT=100000`.
+# GPU `MINUTES=2 BATCH=16384 COUNT=100000 RATE=2e-3 WARMUP=50 DTYPE=bfloat16`.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -17,6 +17,9 @@ PROMPTS=${PROMPTS:-50}    # prompts of each line of the result
 STEPS=${STEPS:-100}
 MINUTES=${MINUTES:-}
 BATCH=${BATCH:-1024}      # tokens of a step
+RATE=${RATE:-4e-3}
+WARMUP=${WARMUP:-5}
+DTYPE=${DTYPE:-float32}   # of the result
 BACKENDS=${BACKENDS:-torch jax}
 RESULT=${RESULT:-$OUT/lora_acceptance.json}
 TABLE=${TABLE:-}
@@ -26,10 +29,10 @@ mkdir -p "$OUT"
 if [ -n "$MINUTES" ]; then length="--minutes $MINUTES"; else length="--steps $STEPS"; fi
 # shellcheck disable=SC2086
 "$PYTHON" -m jax_impl.train --target "$MODEL" --lora-rank 16 --data "$OUT/train.jsonl" \
-    --out "$OUT/adapter" $length --batch-tokens "$BATCH" --max-tokens 128 --warmup 5 \
-    --depth 3 --learning-rate 4e-3
+    --out "$OUT/adapter" $length --batch-tokens "$BATCH" --max-tokens 128 \
+    --warmup "$WARMUP" --depth 3 --learning-rate "$RATE"
 # shellcheck disable=SC2086
 "$PYTHON" -m bench.speculation.lora_acceptance --model "$MODEL" --adapter "$OUT/adapter" \
-    --backend $BACKENDS --count "$PROMPTS" --out "$RESULT"
+    --backend $BACKENDS --dtype "$DTYPE" --count "$PROMPTS" --out "$RESULT"
 [ -z "$TABLE" ] ||
     "$PYTHON" -m bench.speculation.lora_acceptance --table "$RESULT" --into "$TABLE"
