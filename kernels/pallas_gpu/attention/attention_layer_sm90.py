@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E, SoftmaxState, fold
+from kernels.pallas_gpu.attention.row_bounds import bounds_of
 from kernels.pallas_gpu.attention.verify_sm90_loads import (
     WarpgroupTile,
     clear_padding,
@@ -209,8 +210,7 @@ def _pairs_of(row_starts, first, until, window, work):
 
 def _share(number, bounds, has_rows, capacity, work):
     """Returns the share of program `number`."""
-    low, _, seen_until, *_ = bounds
-    high = jnp.minimum(seen_until + work.nodes, capacity)
+    low, high = bounds.low, jnp.minimum(bounds.seen_until + work.nodes, capacity)
     base = lax.div(low, work.span)
     spans = jnp.maximum(pl.cdiv(high, work.span) - base, 1)
     each = pl.cdiv(spans, jnp.minimum(work.programs, spans))
@@ -230,7 +230,7 @@ def _attention_layer_sm90_kernel(*refs, work, **shared):
     number, request = lax.axis_index("number"), lax.axis_index("request")
     group, share_number = lax.axis_index("group"), lax.axis_index("share")
     pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
-    bounds = [refs.bounds[request, i] for i in range(refs.bounds.shape[1])]
+    bounds = bounds_of(refs.bounds, request)
     row, stop = refs.starts[request] + block * work.rows, refs.starts[request + 1]
     capacity = refs.table.shape[1] * work.page
     share = _share(share_number, bounds, row < stop, capacity, work)
@@ -280,13 +280,12 @@ def _attention_layer_sm90_kernel(*refs, work, **shared):
 
 def _mask_of(refs, index, bounds):
     """Returns the mask of the pairs of a block."""
-    _, seen_from, seen_until, new_from, _ = bounds
     return PairMask(
         pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
         whole_from=refs.visible_to_all[index, 0],
-        whole_until=jnp.minimum(refs.visible_to_all[index, 1], new_from),
-        old_from=seen_from,
-        old_until=jnp.minimum(seen_until, new_from),
+        whole_until=jnp.minimum(refs.visible_to_all[index, 1], bounds.new_from),
+        old_from=bounds.seen_from,
+        old_until=jnp.minimum(bounds.seen_until, bounds.new_from),
     )
 
 
@@ -321,8 +320,8 @@ def _combine_kernel(
     number, request = pl.program_id(0), pl.program_id(1)
     part, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
-    low = bounds_ref[request, 0]
-    high = jnp.minimum(bounds_ref[request, 2] + work.nodes, capacity)
+    bounds = bounds_of(bounds_ref, request)
+    low, high = bounds.low, jnp.minimum(bounds.seen_until + work.nodes, capacity)
     spans = pl.cdiv(high, work.span) - lax.div(low, work.span)
     start, stop = starts_ref[request] + block * work.rows, starts_ref[request + 1]
 
