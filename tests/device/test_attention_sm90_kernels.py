@@ -15,7 +15,7 @@ import torch
 from kernels.tiles import AttentionTiles
 from shared.spec.attention import with_sliding_window
 from tests.support.attention_layer_kernels import TILES, Found, How
-from tests.support.cases.attention.attention_layer import MixCase, prompt_case, tree_case
+from tests.support.cases.attention.attention_layer import MixCase, prompt_case
 from tests.support.kernels import KERNELS
 from tests.support.sm90_cases import (
     RUN,
@@ -42,7 +42,6 @@ CASES: dict[str, Callable[..., MixCase]] = {
     ),
     "spans": partial(prompt_case, [(4010, 4200), (2040, 2060), (0, 100)]),
     "sliding windows": partial(windowed_case, 150),
-    "trees": partial(tree_case, [64, 40, 1, 0], [500, 130, 0, 65], nodes=64, columns=9),
 }
 PAIRS = [(name, "model") for name in CASES]
 PAIRS += [(name, "hybrid") for name in ("chunks", "spans")]

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.kernel_limits import MOST_NODES
 from kernels.pallas_gpu.attention.attention_layer_sm90 import takes
 from kernels.pallas_gpu.attention.attention_sm90 import attention_sm90
 from kernels.pallas_gpu.attention.head_dim_padding import (
@@ -83,8 +82,8 @@ def attend(
       interpret: Run on a CPU.
     """
     # Mosaic GPU's interpreter does not support inline PTX.
-    is_wide = tiles.described and softcap is None and not interpret
-    if is_wide and window.shape[1] <= MOST_NODES and takes(q.shape[1], kv, tile):
+    is_wide = tiles.described and softcap is None and not window.shape[1] and not interpret
+    if is_wide and takes(q.shape[1], kv, tile):
         rows = (page_table, row_starts, first, until, window)
         sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         return attention_sm90(q, gate, kv, layer, *rows, sinks, sink_layer, **sums, tiles=tiles)

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.attention.attention_layer_sm90 import takes
 from kernels.triton_gpu.attention.attention_sm90 import attention_sm90
@@ -133,8 +132,8 @@ def attend(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
-    is_wide = tiles.described and softcap is None and takes(kv, tile)
-    if is_wide and window.shape[1] <= MOST_NODES:
+    is_wide = tiles.described and softcap is None and not window.shape[1]
+    if is_wide and takes(kv, tile):
         rows = (page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         return attention_sm90(q, gate, kv, layer, *rows, sinks, **order, tiles=tiles)
