@@ -84,7 +84,7 @@ def attend(
     # Mosaic GPU's interpreter does not support inline PTX.
     is_wide = tiles.described and softcap is None and not window.shape[1] and not interpret
     if is_wide and takes(q.shape[1], kv, tile):
-        rows = (page_table, row_starts, first, until, window)
+        rows = (page_table, row_starts, first, until)
         sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         return attention_sm90(q, gate, kv, layer, *rows, sinks, sink_layer, **sums, tiles=tiles)
     R, Hq, D = q.shape

@@ -108,7 +108,7 @@ def attention_layer(
     # Mosaic GPU's interpreter does not support inline PTX.
     is_wide = tiles.described and softcap is None and not paths.shape[1] and not interpret
     if is_wide and q is not None and takes(q.shape[1], kv, tile):
-        rows = (bounds, page_table, row_starts, first, until, paths.astype(bool), sinks, sink_layer)
+        rows = (bounds, page_table, row_starts, first, until, sinks, sink_layer)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         gate = projected if gated else None
         return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals

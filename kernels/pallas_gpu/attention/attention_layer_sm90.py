@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.online_softmax import LOG2_E, SoftmaxState, fold
 from kernels.pallas_gpu.attention.row_bounds import bounds_of
@@ -31,7 +31,6 @@ from kernels.pallas_gpu.attention.verify_sm90_loads import (
     lane_sinks,
     piece_of,
     shared_of,
-    words_of,
     write_result,
 )
 from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
@@ -58,7 +57,7 @@ class LayerRefs(NamedTuple):
       q, gate, out: Queries, gates and outputs.
       pool: Keys and values of all layers, one row per position.
       layer, table, starts, bounds: See `attention_layer`.
-      pairs: `first`, `until` and the two window masks of the pairs of each block.
+      pairs: `first` and `until` of the pairs of each block.
       visible_to_all: Range of positions that are visible to all pairs of each block.
       sums, peaks, totals: Partial results of spans.
       sinks: See `verify_sm90_loads.lane_sinks`; None without.
@@ -117,7 +116,6 @@ def attention_layer_sm90(
     row_starts: Int[jax.Array, " B1"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
     sinks: Float[jax.Array, "L2 Hq"] | None,
     sink_layer: Int[jax.Array, " 1"] | None,
     *,
@@ -132,8 +130,8 @@ def attention_layer_sm90(
     Args:
       q: Queries from `place`, which has also written the new keys and values.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
-      kv, layer, bounds, page_table, row_starts, first, until, window, sinks,
-        sink_layer: See `attention_layer`.
+      kv, layer, bounds, page_table, row_starts, first, until, sinks, sink_layer: See
+        `attention_layer`.
       max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
@@ -159,7 +157,6 @@ def attention_layer_sm90(
         programs=min(tiles.programs, spans),
         span=span,
         split=split,
-        nodes=window.shape[1],
         page=page,
         stages=tiles.stages,
         scale=scale * LOG2_E,
@@ -168,7 +165,7 @@ def attention_layer_sm90(
     )
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
     own = None if sinks is None else lane_sinks(sinks[sink_layer[0]], group)
-    pairs, visible_to_all = _pairs_of(row_starts, first, until, window, work)
+    pairs, visible_to_all = _pairs_of(row_starts, first, until, work)
     numbers = Hk * work.parts * work.blocks
     of, single = jax.ShapeDtypeStruct, jnp.float32
     out, *partials = plgpu.kernel(
@@ -197,20 +194,20 @@ def attention_layer_sm90(
     return _combined(arrays, columns, work)
 
 
-def _pairs_of(row_starts, first, until, window, work):
+def _pairs_of(row_starts, first, until, work):
     """Returns the mask bounds of the pairs of each block; a padding pair repeats the last row."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     of_block = jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(LANES) // work.group
     row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)
-    each = [x[row].astype(jnp.int32) for x in (first, until, *words_of(window))]
-    pairs = jnp.stack(each, axis=2).reshape(-1, len(each), LANES)
-    visible_to_all = jnp.stack([each[0].max(axis=2), each[1].min(axis=2)], axis=2)
+    first, until = (x[row].astype(jnp.int32) for x in (first, until))
+    pairs = jnp.stack([first, until], axis=2).reshape(-1, 2, LANES)
+    visible_to_all = jnp.stack([first.max(axis=2), until.min(axis=2)], axis=2)
     return pairs, visible_to_all.reshape(-1, 2)
 
 
 def _share(number, bounds, has_rows, capacity, work):
     """Returns the share of program `number`."""
-    low, high = bounds.low, jnp.minimum(bounds.seen_until + work.nodes, capacity)
+    low, high = bounds.low, jnp.minimum(bounds.seen_until, capacity)
     base = lax.div(low, work.span)
     spans = jnp.maximum(pl.cdiv(high, work.span) - base, 1)
     each = pl.cdiv(spans, jnp.minimum(work.programs, spans))
@@ -281,7 +278,7 @@ def _attention_layer_sm90_kernel(*refs, work, **shared):
 def _mask_of(refs, index, bounds):
     """Returns the mask of the pairs of a block."""
     return PairMask(
-        pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
+        pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(2)),
         whole_from=refs.visible_to_all[index, 0],
         whole_until=jnp.minimum(refs.visible_to_all[index, 1], bounds.new_from),
         old_from=bounds.seen_from,
@@ -321,7 +318,7 @@ def _combine_kernel(
     part, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
     bounds = bounds_of(bounds_ref, request)
-    low, high = bounds.low, jnp.minimum(bounds.seen_until + work.nodes, capacity)
+    low, high = bounds.low, jnp.minimum(bounds.seen_until, capacity)
     spans = pl.cdiv(high, work.span) - lax.div(low, work.span)
     start, stop = starts_ref[request] + block * work.rows, starts_ref[request + 1]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.attention_layer_sm90 import (
     COLUMNS,
@@ -29,7 +29,6 @@ from kernels.pallas_gpu.attention.verify_sm90_loads import (
     lane_sinks,
     piece_of,
     shared_of,
-    words_of,
     write_result,
 )
 from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
@@ -59,9 +58,9 @@ class PrefillRefs(NamedTuple):
       q, gate, out: Queries, gates and outputs.
       pool: Keys and values of all layers, one row per position.
       layer, table, starts: See `attention`.
-      pairs: `first`, `until` and the window masks of all (row, query head) pairs.
-      block_bounds: Bounds of each block, without windows: first visible position of any row and the
-        end, and the range of positions that are visible to all rows.
+      pairs: `first` and `until` of all (row, query head) pairs.
+      block_bounds: Bounds of each block: first visible position of any row and the end, and the
+        range of positions that are visible to all rows.
       sinks: See `verify_sm90_loads.lane_sinks`; None without.
     """
 
@@ -86,7 +85,6 @@ def attention_sm90(
     row_starts: Int[jax.Array, " B1"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
     sinks: Float[jax.Array, "L2 Hq"] | None,
     sink_layer: Int[jax.Array, " 1"] | None,
     *,
@@ -96,11 +94,10 @@ def attention_sm90(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
+    """Same as `attention.attend`, for arrays that `takes` accepts and rows without tree windows.
 
     Args:
-      q, gate, kv, layer, page_table, row_starts, first, until, window, sinks, sink_layer: See
-        `attend`.
+      q, gate, kv, layer, page_table, row_starts, first, until, sinks, sink_layer: See `attend`.
       max_rows, span, split, scale, tiles: See `attend`.
 
     Raises:
@@ -122,7 +119,6 @@ def attention_sm90(
         programs=1,
         span=span,
         split=split,
-        nodes=window.shape[1],
         page=page,
         stages=tiles.described,
         scale=scale * LOG2_E,
@@ -134,17 +130,16 @@ def attention_sm90(
         most = room // (2 * copied)
         raise ValueError(f"stages must be at most {most} for head size {D}, got {work.stages}")
     own = None if sinks is None else lane_sinks(sinks[sink_layer[0]], group)
-    rows = page_table, row_starts, first, until, window
+    rows = page_table, row_starts, first, until
     return _attend(q, gate, kv, layer, *rows, own, work=work)
 
 
 # A separate function, for the same reason as `attention_layer_sm90`.
 @functools.partial(jax.jit, static_argnames=("work",), inline=False)
-def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, sinks, *, work):
+def _attend(q, gate, kv, layer, page_table, row_starts, first, until, sinks, *, work):
     (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
-    pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
-    pairs = jnp.repeat(pairs.astype(jnp.int32), work.group, axis=1)
+    pairs = jnp.repeat(jnp.stack([first, until]).astype(jnp.int32), work.group, axis=1)
     # Blocks past the last row read up to this many more pairs.
     pairs = jnp.pad(pairs, ((0, 0), (0, 2 * LANES)))
     out = plgpu.kernel(
@@ -215,7 +210,7 @@ def _attention_sm90_kernel(*refs, work, **shared):
             fetch_queries(refs, shared, group, own, work)
             at = pl.ds(own.row * work.group, LANES)
             mask = PairMask(
-                pairs=loaded_pairs(refs.pairs.at[i, at] for i in range(refs.pairs.shape[0])),
+                pairs=loaded_pairs(refs.pairs.at[i, at] for i in range(2)),
                 whole_from=refs.block_bounds[request, block, 2],
                 whole_until=refs.block_bounds[request, block, 3],
                 old_from=0,
@@ -238,7 +233,7 @@ def _share(refs, request, block, has_rows, work):
         for which in range(2)
     )
     low, high = functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
-    high = jnp.minimum(high + work.nodes, refs.table.shape[1] * work.page)
+    high = jnp.minimum(high, refs.table.shape[1] * work.page)
     begin = lax.div(low, TILE)
     is_one = has_rows & (low < high)
     end = jnp.where(is_one, pl.cdiv(high, TILE), begin)

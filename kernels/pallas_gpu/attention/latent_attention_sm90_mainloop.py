@@ -302,7 +302,7 @@ def _masked(shared, pairs, scores, slot, group, i, work):
                 block.at[at][...] = jnp.where(is_bad, jnp.zeros_like(part), part)
         plgpu.commit_smem()
 
-    is_visible = visible(pairs, i * TILE + group * HALF, HALF, 0)
+    is_visible = visible(pairs, i * TILE + group * HALF, HALF)
     return jnp.where(is_visible, scores, NEGATIVE)
 
 

@@ -54,16 +54,6 @@ def piece_of(group, gate, D):
     return group if gate is None else math.gcd(group, gate.shape[1] // (2 * D))
 
 
-def words_of(window):
-    """Packs a window of up to 64 nodes into two 32-bit masks."""
-    words = []
-    for begin in (0, 32):
-        bits = window[:, begin : begin + 32]
-        bit = jnp.left_shift(jnp.int32(1), jnp.arange(bits.shape[1], dtype=jnp.int32))
-        words.append(jnp.where(bits, bit, 0).sum(axis=1, dtype=jnp.int32))
-    return words
-
-
 def lane_sinks(sinks, group):
     """Returns the sinks of the lanes of each KV head's warpgroups, [Hk, LANES]."""
     return sinks.reshape(-1, group).astype(jnp.float32)[:, jnp.arange(LANES) % group]

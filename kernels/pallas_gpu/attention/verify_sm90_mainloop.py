@@ -67,7 +67,7 @@ class VerifyTileWork(NamedTuple):
       copied: KV heads, or column blocks of one, that a program loads.
       rows: Rows of a block.
       blocks, pages, programs: Blocks of a request, pages of the pool, and programs of a request.
-      span, split, nodes, page: Positions of each; `nodes` is the width of the tree window.
+      span, split, page: Positions of each.
       stages: Pipeline stages.
       scale: Multiplier of the scores, times log2(e).
       has_sinks: Whether query heads have sinks.
@@ -85,7 +85,6 @@ class VerifyTileWork(NamedTuple):
     programs: int
     span: int
     split: int
-    nodes: int
     page: int
     stages: int
     scale: float
@@ -134,7 +133,7 @@ class PairMask(NamedTuple):
     """Attention bounds of the pairs of a warpgroup.
 
     Attributes:
-      pairs: `first`, `until` and the two window masks of each pair.
+      pairs: `first` and `until` of each pair.
       whole_from, whole_until: Positions that are visible to all pairs; their values are used
         unchanged.
       old_from, old_until: Positions with values that are used unchanged in partly visible tiles
@@ -149,10 +148,9 @@ class PairMask(NamedTuple):
 
 
 def loaded_pairs(lines):
-    """Loads the mask bounds of pairs by name: `first`, `until` and the window masks."""
-    names = ("first", "until", "low", "high")
+    """Loads the mask bounds of pairs by name."""
     loaded = (plgpu.load(line, layout=OF_ROWS, optimized=False) for line in lines)
-    return dict(zip(names, loaded, strict=False))
+    return dict(zip(("first", "until"), loaded, strict=True))
 
 
 def spans_of(share, work):
@@ -195,9 +193,7 @@ def sum_span(shared, share, span, group, mask, work):
         scores = times(scores, work.scale)
         scores = lax.cond(
             is_partly,
-            lambda scores: jnp.where(
-                visible(mask.pairs, i * TILE, TILE, work.nodes), scores, NEGATIVE
-            ),
+            lambda scores: jnp.where(visible(mask.pairs, i * TILE, TILE), scores, NEGATIVE),
             lambda scores: scores,
             scores,
         )
@@ -264,19 +260,12 @@ def folded(sums, more):
     )
 
 
-def visible(pairs, begin, columns, nodes):
+def visible(pairs, begin, columns):
     """Returns the mask of the positions that each pair attends to, `columns` from `begin` on."""
     shape = LANES, columns
     position = begin + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
     first, until = (beside(pairs[name], columns) for name in ("first", "until"))
-    is_seen = (position >= first) & (position < until)
-    if nodes:
-        node, bits = position - until, beside(pairs["low"], columns)
-        if nodes > 32:
-            bits = jnp.where(node < 32, bits, beside(pairs["high"], columns))
-        bit = jnp.right_shift(bits, node & 31) & 1
-        is_seen |= (bit != 0) & (node >= 0) & (node < nodes)
-    return is_seen
+    return (position >= first) & (position < until)
 
 
 def _zero_nonfinite(value, number, shared, group, i, mask, work):
@@ -309,7 +298,7 @@ def _zero_nonfinite(value, number, shared, group, i, mask, work):
             clean = jnp.where(beside(is_zeroed, v.shape[1]) > 0, jnp.zeros_like(v), v)
             shared.values.at[tile].at[at][...] = clean
         plgpu.commit_smem()
-        gets_nan = jnp.where(visible(mask.pairs, i * TILE, TILE, work.nodes), across, 0).max(axis=1)
+        gets_nan = jnp.where(visible(mask.pairs, i * TILE, TILE), across, 0).max(axis=1)
         return jnp.where(beside(gets_nan, work.width) > 0, jnp.nan, value), tile
 
     return lax.cond(bad_ref[1, 0] > 0, zero_positions, lambda value: (value, number), value)

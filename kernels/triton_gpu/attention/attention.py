@@ -134,7 +134,7 @@ def attend(
         raise ValueError("the pools must be contiguous")
     is_wide = tiles.described and softcap is None and not window.shape[1]
     if is_wide and takes(kv, tile):
-        rows = (page_table, row_starts, first, until, window)
+        rows = (page_table, row_starts, first, until)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         return attention_sm90(q, gate, kv, layer, *rows, sinks, **order, tiles=tiles)
     q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))

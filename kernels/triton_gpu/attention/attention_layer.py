@@ -159,7 +159,6 @@ def attention_layer(
             row_starts=row_starts,
             first=first,
             until=until,
-            window=paths.bool(),
             sinks=sinks,
             max_rows=max_rows,
             span=span,

@@ -11,7 +11,7 @@ so a long request is divided by whole spans.
 
 import torch
 import triton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -84,7 +84,6 @@ def attention_layer_sm90(
     row_starts: Int[Tensor, " B1"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
     sinks: Float[Tensor, " Hq"] | None,
     *,
     max_rows: int,
@@ -98,12 +97,12 @@ def attention_layer_sm90(
     Args:
       q: Queries from `place`, which has also written the new keys and values.
       gate: QKV projection, in which each query head is followed by its gate; None without gates.
-      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window, sinks: See
+      kv, layer, bounds, arrivals, page_table, row_starts, first, until, sinks: See
         `attention_layer`.
       max_rows, span, split, scale, tiles: See `attend`.
     """
-    read = (q, page_table, row_starts, first, until, window)
-    q, table, starts, first, until, window = (x.contiguous() for x in read)
+    read = (q, page_table, row_starts, first, until)
+    q, table, starts, first, until = (x.contiguous() for x in read)
     gate, gated = q if gate is None else gate.contiguous(), gate is not None
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     blocks = triton.cdiv(max_rows * (Hq // Hk), LANES.value)
@@ -119,9 +118,7 @@ def attention_layer_sm90(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        RowVisibility(
-            starts=starts, first=first, until=until, window=window if window.shape[1] else until
-        ),
+        RowVisibility(starts=starts, first=first, until=until),
         bounds,
         StoredArrays(out=out, gate=gate, sinks=q if sinks is None else sinks),
         SpanPartials(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
@@ -138,7 +135,6 @@ def attention_layer_sm90(
             width=width,
             copied=1,
             stages=tiles.stages,
-            nodes=window.shape[1],
             span=span,
             split=split,
             has_sinks=sinks is not None,
@@ -185,7 +181,7 @@ def _attention_layer_sm90_kernel(
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
     num_real = gl.load(seen.starts + num_requests)
     has_rows = start + block.number * LANES // group < stop
-    high = gl.minimum(seen_until + config.nodes, columns * heads.page)
+    high = gl.minimum(seen_until, columns * heads.page)
     base = low // config.span
     spans = gl.maximum(gl.cdiv(high, config.span) - base, 1)
     each = gl.cdiv(spans, gl.minimum(gl.num_programs(2), spans))
@@ -194,7 +190,7 @@ def _attention_layer_sm90_kernel(
     end = gl.cdiv(gl.minimum(high, (base + (share + 1) * each) * config.span), TILE)
     end = gl.where((low < high) & (share < sharing), gl.maximum(end, begin), begin)
 
-    pairs = pairs_of(block, seen, TILE, heads, config)
+    pairs = pairs_of(block, seen, TILE, heads)
     queries, ones, pipeline = shared_memory(k_of, v_of, 1, heads, config)
     if is_launched:
         gdc_wait()

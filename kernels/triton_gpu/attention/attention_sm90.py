@@ -6,7 +6,7 @@ spans and their order equal those of `attention`, so results are bitwise equal.
 """
 
 import triton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,7 +61,6 @@ def attention_sm90(
     row_starts: Int[Tensor, " B1"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
     sinks: Float[Tensor, " Hq"] | None,
     *,
     max_rows: int,
@@ -70,14 +69,14 @@ def attention_sm90(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """Same as `attention.attend`, for arrays that `takes` accepts and up to 64 window nodes.
+    """Same as `attention.attend`, for arrays that `takes` accepts and rows without tree windows.
 
     Args:
-      q, gate, kv, layer, page_table, row_starts, first, until, window, sinks: See `attend`.
+      q, gate, kv, layer, page_table, row_starts, first, until, sinks: See `attend`.
       max_rows, span, split, scale, tiles: See `attend`.
     """
-    read = (q, page_table, row_starts, first, until, window)
-    q, table, starts, first, until, window = (x.contiguous() for x in read)
+    read = (q, page_table, row_starts, first, until)
+    q, table, starts, first, until = (x.contiguous() for x in read)
     gate, gated = q if gate is None else gate.contiguous(), gate is not None
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     width = min(D, COLUMNS.value)
@@ -91,9 +90,7 @@ def attention_sm90(
         TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
         TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
         table,
-        RowVisibility(
-            starts=starts, first=first, until=until, window=window if window.shape[1] else until
-        ),
+        RowVisibility(starts=starts, first=first, until=until),
         StoredArrays(out=out, gate=gate, sinks=q if sinks is None else sinks),
         num_rows=R,
         num_requests=B,
@@ -107,7 +104,6 @@ def attention_sm90(
             width=width,
             copied=parts,
             stages=tiles.described,
-            nodes=window.shape[1],
             span=span,
             split=split,
             has_sinks=sinks is not None,
@@ -155,7 +151,7 @@ def _attention_sm90_kernel(
     row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
     first, until = gl.load(seen.first + row), gl.load(seen.until + row)
     low = gl.min(gl.minimum(first, until), 0)
-    high = gl.minimum(gl.max(until, 0) + config.nodes, columns * heads.page)
+    high = gl.minimum(gl.max(until, 0), columns * heads.page)
     begin = low // TILE
     end = gl.where(low < high, gl.cdiv(high, TILE), begin)
     for i in gl.static_range(blocks):
@@ -251,7 +247,7 @@ def _attend_block(
         number=number * blocks + which % blocks,
         part=which % config.parts,
     )
-    pairs = pairs_of(block, seen, TILE, heads, config)
+    pairs = pairs_of(block, seen, TILE, heads)
     own = SplitRange(
         begin=begin,
         end=end,

@@ -82,7 +82,6 @@ class LatentSm90Config(NamedTuple):
 
     Attributes:
       near, split, far_split: Tiles; see `LatentAttentionOrder`.
-      nodes: Width of the tree window: 0, see `fits_latent_sm90`.
       blocks: Blocks of lanes of a request.
       stages: Pipeline stages.
     """
@@ -90,7 +89,6 @@ class LatentSm90Config(NamedTuple):
     near: int
     split: int
     far_split: int
-    nodes: int
     blocks: int
     stages: int
 
@@ -164,7 +162,7 @@ def attend_items(
     for number in range(gl.program_id(0), items, gl.num_programs(0)):
         item = item_of(number, seen, num_requests, columns, WARPS, heads, config)
         block = WarpgroupPairs(request=item.request, head=0, number=item.block, part=which)
-        pairs = pairs_of(block, seen, HALF, heads, config)
+        pairs = pairs_of(block, seen, HALF, heads)
         whole_from, whole_until = gl.max(pairs.first, 0), gl.min(pairs.until, 0)
         if item.begin < item.end:
             mbarrier.wait(pipeline.queries_come.index(0), turn & 1)
@@ -244,7 +242,7 @@ def _add_tile(
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
     if is_partly:
         position = gl.arange(0, HALF, layout=gl.SliceLayout(0, of_scores))
-        sees = visible(i * TILE + which * HALF + position, pairs, 0)
+        sees = visible(i * TILE + which * HALF + position, pairs)
         is_finite = (scores < float("inf")) & (scores > -float("inf"))
         is_used = is_finite | (pairs.is_one[:, None] == 0)
         is_bad = gl.max(gl.where(is_used, 0, 1), 0)

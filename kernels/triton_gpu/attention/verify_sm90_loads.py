@@ -29,18 +29,16 @@ class RowVisibility(NamedTuple):
 
     Attributes:
       starts: First flat row of each request, and the end.
-      first, until: Visible positions of each row before the window.
-      window: Tree mask of each row; not read without a window.
+      first, until: Visible positions of each row.
     """
 
     starts: Any
     first: Any
     until: Any
-    window: Any
 
 
 @gluon.jit
-def pairs_of(block, seen, tile: gl.constexpr, heads: gl.constexpr, config: gl.constexpr):
+def pairs_of(block, seen, tile: gl.constexpr, heads: gl.constexpr):
     """Loads the pairs of a block, beside `tile` positions; spare pairs repeat the last row of the
     request.
     """
@@ -55,33 +53,7 @@ def pairs_of(block, seen, tile: gl.constexpr, heads: gl.constexpr, config: gl.co
         is_one=start + lane // group < stop,
         first=gl.load(seen.first + row),
         until=gl.load(seen.until + row),
-        low=_bits(seen.window, start, stop, block.number, 0, group, config.nodes, lanes),
-        high=_bits(seen.window, start, stop, block.number, 32, group, config.nodes, lanes),
     )
-
-
-@gluon.jit
-def _bits(
-    window_at,
-    start,
-    stop,
-    block,
-    begin: gl.constexpr,
-    group: gl.constexpr,
-    nodes: gl.constexpr,
-    lanes: gl.constexpr,
-):
-    """Packs 32 nodes of each pair's window, from `begin` on, into a bit mask."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
-    if nodes <= begin:
-        return gl.zeros((LANES,), gl.int32, layout=lanes)
-    else:
-        lane = block * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, wide))
-        row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
-        bit = gl.arange(0, 32, layout=gl.SliceLayout(0, wide))
-        at = window_at + row.to(gl.int64)[:, None] * nodes + (begin + bit)[None, :]
-        is_set = gl.load(at, mask=(begin + bit < nodes)[None, :], other=0).to(gl.int32)
-        return gl.convert_layout(gl.sum(is_set << bit[None, :], 1), lanes)
 
 
 @gluon.jit

@@ -51,16 +51,13 @@ class HeadRowPairs(NamedTuple):
     Attributes:
       place: Index of each pair among the queries.
       is_one: Mask of the pairs that are not spare.
-      first, until: Visible positions of each pair before the window.
-      low, high: Window of each pair, as two 32-bit masks.
+      first, until: Visible positions of each pair.
     """
 
     place: Any
     is_one: Any
     first: Any
     until: Any
-    low: Any
-    high: Any
 
 
 class KVPipeline(NamedTuple):
@@ -152,7 +149,6 @@ class VerifyTileConfig(NamedTuple):
       width: Columns of such a column block.
       copied: Column blocks that a program loads.
       stages: Pipeline stages.
-      nodes: Width of the tree window.
       span, split: Positions of each.
       has_sinks: Whether query heads have sinks.
     """
@@ -163,7 +159,6 @@ class VerifyTileConfig(NamedTuple):
     width: int
     copied: int
     stages: int
-    nodes: int
     span: int
     split: int
     has_sinks: bool
@@ -256,7 +251,7 @@ def sum_span(
                     v_slot = config.stages * config.copied + which + 0 * slot
                 cleaned = pipeline.v_tiles.index(v_slot)
                 gets_nan = _zero_positions(
-                    values, cleaned, is_zeroed, i * TILE, pairs, config.width, config.nodes
+                    values, cleaned, is_zeroed, i * TILE, pairs, config.width
                 )
                 s_sums = gl.where(beside(gets_nan, config.width) > 0, float("nan"), s_sums)
         mbarrier.wait(pipeline.keys_come.index(slot), phase)
@@ -264,7 +259,7 @@ def sum_span(
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
         if is_partly:
             position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
-            scores = gl.where(visible(position, pairs, config.nodes), scores, NEGATIVE)
+            scores = gl.where(visible(position, pairs), scores, NEGATIVE)
         highest = gl.maximum(s_peak, gl.max(scores, 1))
         # Before the first visible position, masked scores must not get the weight of the maximum.
         above = gl.where(highest == NEGATIVE, 0.0, highest)
@@ -365,17 +360,10 @@ def fold(peak, total, sums, more_peak, more_total, more_sums):
 
 
 @gluon.jit
-def visible(position, pairs, nodes: gl.constexpr):
+def visible(position, pairs):
     """Returns the mask of positions that each pair attends to, [pairs, positions]."""
     position = position[None, :]
-    is_seen = (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
-    if nodes > 0:
-        node = position - pairs.until[:, None]
-        bits = pairs.low[:, None]
-        if nodes > 32:
-            bits = gl.where(node < 32, bits, pairs.high[:, None])
-        is_seen |= (((bits >> (node & 31)) & 1) != 0) & (node >= 0) & (node < nodes)
-    return is_seen
+    return (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
 
 
 @gluon.jit
@@ -396,7 +384,7 @@ def _nonfinite_positions(values, begin, own, D: gl.constexpr):
 
 
 @gluon.jit
-def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
+def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr):
     """Writes a tile to `cleaned` with some positions set to 0; returns the pairs that see them."""
     lines: gl.constexpr = lines_of(_PART)
     for i in gl.static_range(D // _PART):
@@ -410,7 +398,7 @@ def _zero_positions(values, cleaned, is_zeroed, begin, pairs, D: gl.constexpr, n
     for i in range(0, TILE):
         position = begin + i + gl.zeros((1,), gl.int32, layout=gl.SliceLayout(0, wide(TILE)))
         if gl.max(gl.where(number == i, is_zeroed, 0), 0) > 0:
-            gets_nan |= gl.max(visible(position, pairs, nodes).to(gl.int32), 1)
+            gets_nan |= gl.max(visible(position, pairs).to(gl.int32), 1)
     return gets_nan
 
 
