@@ -59,6 +59,7 @@ RANK = "bench.quality.recorded_rank"
 """Entry point of the other ranks' processes."""
 
 FAMILIES = (*DENSE, *EXPERTS)
+VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -70,7 +71,8 @@ def write_random(folder: Path, family: str, model: Path) -> None:
     of_some = WIDER_DELTAS | WIDER_EXPERTS
     config |= {name: size for name, size in of_some.items() if name in config}
     theirs = config_from_folder(model)
-    config |= {"vocab_size": theirs.vocab, "eos_token_id": list(theirs.eos_ids)}
+    config |= {name: theirs.vocab for name in VOCABULARIES if name in config}
+    config |= {"eos_token_id": list(theirs.eos_ids)}
     weights = tiny_weights(config_from_dict(config), seed=3)
     save_checkpoint(folder, config, {n: a.astype(ml_dtypes.bfloat16) for n, a in weights.items()})
 

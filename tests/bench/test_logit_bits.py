@@ -44,7 +44,7 @@ def test_compared_counts_positions_of_common_prefix():
 
 
 def test_write_random_checkpoint_loads_with_tokenizer(tmp_path):
-    for family in ("granite", "phi3"):
+    for family in ("granite", "phi3", "gemma4"):
         folder = tmp_path / family
         folder.mkdir()
         logit_bits.write_random(folder, family, DEMO)
