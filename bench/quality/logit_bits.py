@@ -50,7 +50,16 @@ WIDER = {
 WIDER_DELTAS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
 """Sizes of GDN layers: heads for eight ranks."""
 
-WIDER_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+WIDER_MAMBA2 = {"mamba_head_dim": 32, "mamba_d_ssm": 256}
+"""Sizes of Mamba2 layers: kernels require heads of 16 columns or more."""
+
+WIDER_EXPERTS = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "shared_intermediate_size": 128,
+    "moe_latent_size": 128,
+}
 """Sizes of MoE layers: kernels require widths of whole units, equal for shared and routed
 experts.
 """
@@ -68,8 +77,8 @@ def write_random(folder: Path, family: str, model: Path) -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(model / name, folder / name)
     config = tiny_config(family, nested=False, with_mtp=False, tied=False) | WIDER
-    of_some = WIDER_DELTAS | WIDER_EXPERTS
-    config |= {name: size for name, size in of_some.items() if name in config}
+    of_some = WIDER_DELTAS | WIDER_MAMBA2 | WIDER_EXPERTS | {"hidden_size_per_layer_input": 64}
+    config |= {name: size for name, size in of_some.items() if config.get(name)}
     theirs = config_from_folder(model)
     config |= {name: theirs.vocab for name in VOCABULARIES if name in config}
     config |= {"eos_token_id": list(theirs.eos_ids)}
