@@ -182,11 +182,6 @@ class TransferSpec:
         return WORD_BYTES * sum(map(entry_words, (self.pages, *self.windows)))
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a snapshot."""
-        return WORD_BYTES * sum(len(pool.layers) * entry_words(pool.arrays) for pool in self.states)
-
-    @property
     def step_pages(self) -> int:
         """Pages of a step."""
         return max(1, min(MAX_STEP_PAGES, self.step_bytes // max(1, self.page_bytes)))
