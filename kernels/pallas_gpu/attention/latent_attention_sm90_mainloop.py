@@ -226,7 +226,7 @@ def _add_tile(shared, pairs, item, group, first_step, work, i, split):
     is_partly = (i * TILE < item.whole_from) | ((i + 1) * TILE > item.whole_until)
     scores = lax.cond(
         is_partly,
-        lambda scores: _masked(shared, pairs, scores, slot, group, i, work),
+        lambda scores: _masked(shared, pairs, scores, slot, group, i),
         lambda scores: scores,
         scores,
     )
@@ -271,7 +271,7 @@ def _loaded(line):
     return plgpu.load(line, layout=OF_ROWS, optimized=False)
 
 
-def _masked(shared, pairs, scores, slot, group, i, work):
+def _masked(shared, pairs, scores, slot, group, i):
     """Masks the scores of a tile, and sets the latents of unusable positions to 0.
 
     0 x NaN is NaN. The scores of lanes that attend to such positions are infinite, so their weights
