@@ -57,10 +57,8 @@ WIDE = (
 DESCRIBED = (
     "8 x 16 rows after 512",
     "32 x 16 rows after 512",
-    "32 x 16 nodes after 512",
-    "described, 32 x 16 nodes after 512",
     "described, 8 x 16 rows after 4096",
-    "described, 32 x 64 nodes after 512",
+    "described, 8 x 64 rows after 512",
     "described, hybrid, 32 x 16 rows after 512",
     "described, hybrid, one group, 32 x 16 rows",
 )

@@ -365,9 +365,8 @@ _ONE_GROUP = _HYBRID | {"heads": (8, 1)}
 """The lines of its projection are no multiple of a copy's."""
 
 _DESCRIBED = {
-    "32 x 16 nodes after 512": _LARGE["32 x 16 nodes after 512"],
     "8 x 16 rows after 4096": _chains(8, 16, 4096),
-    "32 x 64 nodes after 512": _LARGE["32 x 64 nodes after 512"],
+    "8 x 64 rows after 512": _LARGE["8 x 64 rows after 512"],
     "hybrid, 32 x 16 rows after 512": _LARGE["hybrid, 32 x 16 rows after 512"],
     "hybrid, one group, 32 x 16 rows": _chains(32, 16, 512, _ONE_GROUP),
     "heads of 64, 8 x 4 rows after 512": _LARGE["heads of 64, 8 x 4 rows after 512"],
