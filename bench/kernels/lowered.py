@@ -1,4 +1,4 @@
-"""Lowers programs of the demo model and of an assistant for an H200, with a JAX without CUDA.
+"""Lowers programs of three models for an H200, with a JAX without CUDA.
 
     python -m bench.kernels.lowered
 
@@ -26,6 +26,7 @@ STARTS = (
     Start(DEMO / "target", "NEXTN"),
     Start(DEMO / "target", "EAGLE3"),
     Start(DEMO / "target", flags=ADAPTERS),
+    Start(SHAPES / "qwen3-8b", "DFLASH"),
     Start(SHAPES / "gemma-4-31b", "ASSISTANT"),
 )
 
@@ -53,11 +54,12 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def programs_of(programs: Sequence[Program], drafts: str) -> list[Program]:
-    """Decoding by one request or, with a draft head, by the most; and a short prompt."""
+    """Decoding by one request and a short prompt, or by the most and the longest prompt."""
     plain = [program for program in programs if not program.has(ProgramFeature.LOGPROBS)]
     decode = [program for program in plain if program.work is StepKind.DECODE]
     prefill = [program for program in plain if program.work is StepKind.PREFILL]
-    return [decode[0], prefill[0]] if drafts == "NEXTN" else decode[-1:]
+    which = 0 if drafts == "NEXTN" else -1
+    return [decode[which], prefill[which]]
 
 
 def main() -> int:
