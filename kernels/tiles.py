@@ -104,9 +104,7 @@ class DecodeAttentionTiles:
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
-    """Bytes of an element of q, maximum pairs of a request (0 for trees, whose programs all have
-    `TREE_LANES`), requests, and the size of a head.
-    """
+    """Bytes of an element of q, maximum pairs of a request, requests, and the size of a head."""
 
     lanes: int
     programs: int
@@ -139,7 +137,9 @@ def attention_layer_tiles(
     if rows > (MOST_TREE_LANES if nodes else MOST_LANES):
         return None
     tiles = table.of(rows=rows, **sizes)
-    return replace(table.of(rows=0, **sizes), placed=tiles.placed) if nodes else tiles
+    if not nodes or tiles.lanes == TREE_LANES:
+        return tiles
+    return replace(table.of(rows=TREE_LANES, **sizes), placed=tiles.placed)
 
 
 @dataclass(frozen=True, kw_only=True)
