@@ -13,7 +13,7 @@ import pytest
 from bench.kernels import op
 from kernels.tiles import MEASURED, Tiles
 from tests.support.kernels import ON_GPU, bind_kernels
-from tests.support.op_case import TOLERANCE, OpCase, table, tables
+from tests.support.op_case import TOLERANCE, OpCase, changed, table, tables
 from tests.support.op_sides import SIDES, Side
 
 
@@ -150,6 +150,15 @@ def test_recurrent_cases_name_tile_tables() -> None:
     named = {(case.function, case.table_in(tiles)) for case in recurrent}
     layer = {(function, "gdn_layer") for function in ("verify", "decode", "commit")}
     assert named == layer | {("prefill", "gdn_prefill")}
+
+
+def test_tile_changes_may_not_fit_other_lines() -> None:
+    """Eight warps suit no tile of 96 columns, which many rows use."""
+    linear = changed(Tiles.load("triton_gpu", MEASURED), "linear", {"warps": 8}).linear
+    sizes = {"item_bytes": 2, "gated": 1, "outputs": 12288}
+    assert linear.of(rows=1, **sizes).warps == 8
+    with pytest.raises(ValueError, match="tiles of 96 columns"):
+        assert linear.of(rows=128, **sizes).warps
 
 
 class _InThisProcess:

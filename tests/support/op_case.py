@@ -130,10 +130,30 @@ class OpCase:
 
 
 def changed(tiles: Tiles, op: str, changes: Mapping[str, int]) -> Tiles:
-    """With some fields changed in all lines of a module's table."""
+    """With some fields changed in all lines of a module's table.
+
+    Where the changes do not fit a line, calls that use it raise the fault.
+    """
     lines = getattr(tiles, op).lines
-    table = Table(tuple(replace(x, tiles=replace(x.tiles, **changes)) for x in lines))
+    table = Table(tuple(replace(x, tiles=_with_changes(x.tiles, changes)) for x in lines))
     return replace(tiles, **{op: table})
+
+
+class _InvalidTiles:
+    """Tiles of a line that changes do not fit."""
+
+    def __init__(self, fault: ValueError) -> None:
+        self._fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        raise ValueError(str(self._fault))
+
+
+def _with_changes(tiles: Any, changes: Mapping[str, int]) -> Any:
+    try:
+        return replace(tiles, **changes)
+    except ValueError as fault:
+        return _InvalidTiles(fault)
 
 
 def tables() -> list[str]:
