@@ -154,11 +154,13 @@ def test_recurrent_cases_name_tile_tables() -> None:
 
 def test_tile_changes_may_not_fit_other_lines() -> None:
     """Eight warps suit no tile of 96 columns, which many rows use."""
-    linear = changed(Tiles.load("triton_gpu", MEASURED), "linear", {"warps": 8}).linear
-    sizes = {"item_bytes": 2, "gated": 1, "outputs": 12288}
-    assert linear.of(rows=1, **sizes).warps == 8
+    tiles = Tiles.load("pallas_gpu", MEASURED)
+    (line,) = (x for x in tiles.linear.lines if x.tiles.columns == 96 and x.tiles.warps == 4)
+    linear = changed(tiles, "linear", {"warps": 8}).linear
+    sizes = {"item_bytes": 2, "gated": 1} | line.at_most
+    assert linear.of(**sizes | {"rows": 1}).warps == 8
     with pytest.raises(ValueError, match="tiles of 96 columns"):
-        assert linear.of(rows=128, **sizes).warps
+        assert linear.of(**sizes).warps
 
 
 class _InThisProcess:
