@@ -310,7 +310,8 @@ class Nowhere:
 
 sys.meta_path.insert(0, Nowhere())
 import bench.kernels.aot_target, bench.kernels.gpu_starts, bench.steps.compare
-import bench.steps.decode_steps, bench.steps.kv_transfer, torch_impl.platform, jax_impl.platform
+import bench.steps.adapter_load, bench.steps.decode_steps, bench.steps.kv_transfer
+import torch_impl.platform, jax_impl.platform
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
