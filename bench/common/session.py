@@ -1,7 +1,8 @@
 """Session of one drafter on one backend: rounds of a batch with timed decode steps.
 
 A round serves a whole batch from prompt to end. It counts the steps in which every row decodes,
-without the first few. All rounds have the same requests, so their outputs are equal.
+without the first few. All rounds have the same requests, so their outputs are equal. Simulated
+acceptance is an exception if the drafts depend on earlier rounds, as those of n-gram drafters.
 """
 
 import resource

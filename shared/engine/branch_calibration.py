@@ -144,8 +144,13 @@ class BranchCalibrationController(DelegatingController):
 
 
 def with_branch_calibration(controller: Controller, capacity: BackendLimits) -> Controller:
-    """Returns the controller, which calibrates trees over a block if the backend grows any."""
-    if not any(map(_has_branches, capacity.shapes)):
+    """Returns the controller, which calibrates trees over a block if the backend grows any.
+
+    Simulated acceptance gives no information about branches. Its outputs depend on the trees, which
+    therefore must not depend on earlier requests.
+    """
+    is_simulated = capacity.accept_rates is not None
+    if is_simulated or not any(map(_has_branches, capacity.shapes)):
         return controller
     return BranchCalibrationController(controller, capacity)
 

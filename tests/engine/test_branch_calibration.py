@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shared.engine.branch_calibration import BranchRates, with_branch_calibration
@@ -56,3 +58,10 @@ def test_branch_calibration_wraps_block_trees_only() -> None:
     trees = capacity_of("llama", "EAGLE3", shape)
     controller = StaticController(trees, nodes=12, depth=3, width=4)
     assert with_branch_calibration(controller, trees) is controller
+
+
+def test_branch_calibration_is_off_with_simulated_acceptance() -> None:
+    trees = capacity_of("llama", "DFLASH", BLOCK_TREE)
+    simulated = replace(trees, accept_rates=(1.0, 0.5))
+    controller = StaticController(simulated, nodes=12, depth=3, width=4)
+    assert with_branch_calibration(controller, simulated) is controller

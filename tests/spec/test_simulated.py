@@ -5,13 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend
+from shared.boundary.backend import Backend, StepResult
+from shared.boundary.program import StepKind
+from shared.engine.branch_calibration import with_branch_calibration
 from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import StaticController
+from shared.engine.controller import Controller, DelegatingController, StaticController
 from shared.engine.engine import Engine
+from shared.engine.rows import ScheduledRows
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
 from shared.spec.gumbel_noise import uniforms
+from tests.support import drafter_cases
 from tests.support.backends import make_backend
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.random_trees import random_trees
@@ -146,6 +150,43 @@ def test_simulate_backends_match_spec(framework, shape) -> None:
     assert [a for outcome in got.values() for a in outcome.accepted] == lengths
     assert set(lengths) == {1, 2}
     assert metrics["spec_decode_simulated_accept_length"] == 2.6
+
+
+class TreeRecorder(DelegatingController):
+    """Controller that records the verified trees of running requests."""
+
+    def __init__(self, inner: Controller) -> None:
+        super().__init__(inner)
+        self.trees: list[tuple[list[int], list[int]]] = []
+
+    def on_result(self, rows: ScheduledRows, result: StepResult) -> None:
+        super().on_result(rows, result)
+        if rows.work is not StepKind.DECODE:
+            return
+        for row, each in enumerate(rows.requests):
+            if each.finish_reason is None:
+                tree = result.parents[row].tolist(), result.drafts[row].tolist()
+                self.trees.append(tree)
+
+
+@pytest.mark.parametrize(("framework", "family"), [("reference", "llama"), ("torch", "qwen3_5")])
+def test_simulated_block_trees_ignore_earlier_requests(framework: str, family: str) -> None:
+    shape = drafter_cases.BLOCK_TREE
+    capacity = drafter_cases.capacity_of(family, "DFLASH", shape)
+    capacity = replace(capacity, accept_rates=(0.9, 0.8, 0.7))
+    config, weights = drafter_cases.model_of(family, "DFLASH")
+    head = drafter_cases.drafter_of(family, "DFLASH")
+    backend = make_backend(framework, config, weights, capacity, head)
+    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    calibrated = with_branch_calibration(controller, capacity)
+    rounds = []
+    for _ in range(2):
+        recorder = TreeRecorder(calibrated)
+        engine = Engine(backend, recorder, overlap=2, chunked_prefill_size=64, cache=NO_CACHE)
+        asked = [request(i, (5, 17, i), temperature=0.0, max_tokens=40) for i in range(3)]
+        rounds.append((texts(drive(engine, asked)), recorder.trees))
+    backend.close()
+    assert rounds[0] == rounds[1]
 
 
 def test_simulated_accept_length_gauge_absent_by_default() -> None:
