@@ -107,7 +107,7 @@ class Case(NamedTuple):
         shapes = [(32, 4, False), (64, 4, False), (64, 8, False), (64, 4, True)]
         stages = (3,)
         if self.rows <= 32:  # fewer outputs read more rows too often, or spill registers
-            shapes += [(16, 2, False), (16, 1, True), (32, 2, True)]
+            shapes += [(16, 1, False), (32, 2, False), (16, 1, True), (32, 2, True)]
             stages = (6, 4) if self.format == "BF16" else (4,)
         return [
             Tile(
