@@ -4,6 +4,7 @@ They are computed once for all layers.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def compute_row_bounds(
         compiler_params=pltriton.CompilerParams(num_warps=4 if nodes else 1, num_stages=1),
         interpret=interpret,
         name="row_bounds",
-    )(row_starts, places, first, until, mask, is_real.astype(jnp.int8))
+    )(row_starts, _RowRefs(places, first, until, mask, is_real.astype(jnp.int8)))
     return bounds, arrivals, paths if nodes else jnp.zeros(window.shape, jnp.int32)
 
 
@@ -56,75 +57,66 @@ def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
     return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
 
 
-def _row_bounds_kernel(
-    starts_ref,
-    places_ref,
-    first_ref,
-    until_ref,
-    window_ref,
-    real_ref,
-    bounds_ref,
-    arrivals_ref,
-    paths_ref,
-    *,
-    rows,
-    nodes,
-):
+class _RowRefs(NamedTuple):
+    """References of what `compute_row_bounds` reads of each row."""
+
+    places: Any
+    first: Any
+    until: Any
+    window: Any
+    is_real: Any
+
+
+def _row_bounds_kernel(starts_ref, given, bounds_ref, arrivals_ref, paths_ref, *, rows, nodes):
     """One program per request; with a window, per request and row."""
     request, index = pl.program_id(0), pl.program_id(1)
     start, stop = starts_ref[request], starts_ref[request + 1]
     if nodes:
-        store_path = functools.partial(_store_path, first_ref, until_ref, window_ref, paths_ref)
-        pl.when(start + index < stop)(lambda: store_path(start + index))
-    given = (places_ref, first_ref, until_ref, window_ref, real_ref, bounds_ref, arrivals_ref)
-    store = functools.partial(_store_bounds, *given, request, start, stop, rows, nodes)
-    pl.when(index == 0)(store)
+        pl.when(start + index < stop)(lambda: _store_path(given, paths_ref, start + index))
+
+    @pl.when(index == 0)
+    def store_bounds():
+        bounds = _bounds_of_rows(given, start, stop, rows, nodes)
+        for which, bound in enumerate(bounds):
+            bounds_ref[request, which] = bound
+        counters = arrivals_ref.shape[1]
+        counter = lax.iota(jnp.int32, pl.next_power_of_2(counters))
+        zeros = jnp.zeros_like(counter)
+        pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
 
 
-def _store_path(first_ref, until_ref, window_ref, paths_ref, row):
-    nodes = window_ref.shape[1]
+def _store_path(given, paths_ref, row):
+    nodes = given.window.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     entry = jnp.minimum(node, nodes - 1)  # spare lanes repeat the last entry
-    is_node = pltriton.load(window_ref.at[row, entry], mask=node < nodes, other=0).astype(jnp.int32)
-    begin = jnp.maximum(first_ref[row] - until_ref[row], 0)
+    at = given.window.at[row, entry]
+    is_node = pltriton.load(at, mask=node < nodes, other=0).astype(jnp.int32)
+    begin = jnp.maximum(given.first[row] - given.until[row], 0)
     rank = begin + jnp.cumsum(is_node) - 1
     is_here = (rank[None, :] == entry[:, None]) & (is_node[None, :] != 0)
     path = jnp.min(jnp.where(is_here, node[None, :], nodes), axis=1)
     pltriton.store(paths_ref.at[row, entry], path)
 
 
-def _store_bounds(
-    places_ref,
-    first_ref,
-    until_ref,
-    window_ref,
-    real_ref,
-    bounds_ref,
-    arrivals_ref,
-    request,
-    start,
-    stop,
-    rows,
-    nodes,
-):
+def _bounds_of_rows(given, start, stop, rows, nodes):
     row, most = start + lax.iota(jnp.int32, rows), 2**31 - 1
     is_row = row < stop
     # A row that is not read gets an index in bounds, for the interpreter.
-    at = jnp.minimum(row, first_ref.shape[0] - 1)
-    first = pltriton.load(first_ref.at[at], mask=is_row, other=most)
-    until = pltriton.load(until_ref.at[at], mask=is_row, other=0)
-    place = pltriton.load(places_ref.at[at], mask=is_row, other=0)
-    is_real = pltriton.load(real_ref.at[at], mask=is_row, other=0) != 0
+    at = jnp.minimum(row, given.first.shape[0] - 1)
+    first = pltriton.load(given.first.at[at], mask=is_row, other=most)
+    until = pltriton.load(given.until.at[at], mask=is_row, other=0)
+    place = pltriton.load(given.places.at[at], mask=is_row, other=0)
+    is_real = pltriton.load(given.is_real.at[at], mask=is_row, other=0) != 0
     low = jnp.min(jnp.where(is_row, jnp.minimum(first, until), most))
     path_until = until
     if nodes:
         node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))[None, :]
         keep = is_row[:, None] & (node < nodes)
-        of_nodes = window_ref.at[at[:, None], jnp.minimum(node, nodes - 1)]
+        of_nodes = given.window.at[at[:, None], jnp.minimum(node, nodes - 1)]
         num_nodes = pltriton.load(of_nodes, mask=keep, other=0).astype(jnp.int32).sum(axis=1)
         path_until = jnp.where(num_nodes > 0, jnp.maximum(first, until) + num_nodes, until)
     is_any = jnp.max(is_real.astype(jnp.int32)) > 0
-    bounds = RowBounds(
+    return RowBounds(
         low=jnp.where(start < stop, low, 0),
         seen_from=jnp.min(first),
         seen_until=jnp.max(until),
@@ -132,12 +124,6 @@ def _store_bounds(
         new_until=jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0),
         path_until=jnp.max(path_until),
     )
-    for which, bound in enumerate(bounds):
-        bounds_ref[request, which] = bound
-    counters = arrivals_ref.shape[1]
-    counter = lax.iota(jnp.int32, pl.next_power_of_2(counters))
-    zeros = jnp.zeros_like(counter)
-    pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
 
 
 def bounds_of(bounds_ref, request):
