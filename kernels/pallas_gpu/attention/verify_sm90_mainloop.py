@@ -148,7 +148,7 @@ class PairMask(NamedTuple):
 
 
 def loaded_pairs(lines):
-    """Loads the mask bounds of pairs by name."""
+    """Loads `first` and `until` of each pair, by name."""
     loaded = (plgpu.load(line, layout=OF_ROWS, optimized=False) for line in lines)
     return dict(zip(("first", "until"), loaded, strict=True))
 
