@@ -8,7 +8,6 @@ request with it is served. `quiet` is the same time without a load. Each load is
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from bench.common.draft_config import Draft, folders_of
 from bench.common.dummy_adapters import adapter_flags
@@ -32,10 +30,8 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.models.lora_shapes import adaptable, modules
 from shared.models.parameters import parameters
-from shared.options.lora import ALL, LoraOptions
 from shared.process.adapter_loads import AdapterHandler
-from shared.process.adapters import AdapterFiles, AdapterReader
-from tests.support.in_process_engine import Served
+from tests.support.lora_files import write_random_adapter
 
 PROMPT, ANSWER, WARM_UP_STEPS = 16, 4, 16
 HEADER = (
@@ -45,30 +41,16 @@ HEADER = (
 Line = dict[str, Any]
 
 
-def write_adapter(folder: Path, model: Path, rank: int, seed: int) -> Path:
-    """Writes an adapter of all linear layers with random weights, in bfloat16's size."""
-    rng, tensors = np.random.default_rng(seed), dict[str, np.ndarray]()
-    for parameter in adaptable(parameters(config_from_folder(model), False)):
-        for module in modules(parameter):
-            outputs, inputs = module.tensor.shape[-2:]
-            for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                values = rng.standard_normal(shape, np.float32) / inputs**0.5
-                name = f"base_model.model.model.{module.name}.lora_{kind}.weight"
-                tensors[name] = values.astype(np.float16)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def reader_of(served: Served, model: Path, rank: int) -> AdapterReader:
-    """Returns the reader of adapter files of an engine."""
-    pool = served.backend.capacity.adapters
-    assert pool is not None
-    options = LoraOptions(max_lora_rank=rank, max_loras_per_batch=1, lora_target_modules=ALL)
-    files = AdapterFiles.of(options, config_from_folder(model), False, None)
-    return AdapterReader(files, pool)
+def write_adapters(folder: Path, model: Path, rank: int, count: int) -> list[Path]:
+    """Writes adapters of all linear layers with random weights, which have 16 bits."""
+    found = adaptable(parameters(config_from_folder(model), False))
+    each = [module for parameter in found for module in modules(parameter)]
+    shapes = {f"model.{module.name}": module.tensor.shape for module in each}
+    how = {"rank": rank, "alpha": rank, "dtype": np.float16}
+    return [
+        write_random_adapter(folder / f"adapter-{seed}", shapes, seed=seed, **how)
+        for seed in range(count)
+    ]
 
 
 class Running:
@@ -118,12 +100,10 @@ class Running:
         return gaps + self.run(lambda ended: self._next in ended)
 
 
-def measured(
-    session: Session, load: Load, model: Path, rank: int, folders: Sequence[Path]
-) -> Iterator[Line]:
+def measured(session: Session, load: Load, rank: int, folders: Sequence[Path]) -> Iterator[Line]:
     """Yields a line for each adapter but the first, which warms up."""
     served = session.served
-    handler = AdapterHandler(served.engine.adapters, reader_of(served, model, rank))
+    handler = AdapterHandler(served.engine.adapters, served.adapter_reader)
     running = Running(served.engine, handler, load, served.backend.capacity.vocab)
     running.run(lambda ended: len(running.times) > WARM_UP_STEPS)
     for number, folder in enumerate(folders):
@@ -164,17 +144,14 @@ def run(options: argparse.Namespace, command: str) -> Line:
     load, rank, plain = Load(batch=options.batch, **size), options.lora_rank, Draft.parse("none")
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        folders = [
-            write_adapter(Path(folder) / f"adapter-{seed}", options.model, rank, seed)
-            for seed in range(1 + options.loads)
-        ]
+        folders = write_adapters(Path(folder), options.model, rank, 1 + options.loads)
         for backend in options.backend:
             more = [*flags(options, None), *adapter_flags(1, rank)]
             none = folders_of(options.model, {})
             session = Session.begin(backend, options.model, plain, none, more, load)
             device = "cuda" if session.served.device == "gpu" else "cpu"
             found["versions"][backend] = versions(backend, device)
-            for line in measured(session, load, options.model, rank, folders):
+            for line in measured(session, load, rank, folders):
                 found["lines"].append(line)
                 print(line_of(line), flush=True)
                 if options.out:

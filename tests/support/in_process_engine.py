@@ -17,6 +17,7 @@ from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.command_line import parse
 from shared.options.flags import NONE
 from shared.process import engines, gc_freeze
+from shared.process.adapters import AdapterReader
 from shared.process.memory_plan import MemoryPlan
 from shared.process.tp.startup import tp_startup
 
@@ -38,6 +39,7 @@ class Served:
       max_depth: Most drafts that a step can accept.
       memory: The memory plan.
       load_s, prepare_s: Seconds that the weights took, and the programs.
+      adapter_reader: Reader of LoRA adapters; None without LoRA.
     """
 
     backend: Backend
@@ -49,6 +51,7 @@ class Served:
     memory: MemoryPlan
     load_s: float
     prepare_s: float
+    adapter_reader: AdapterReader | None
 
     def keeps_text_at(self, temperature: float) -> bool:
         """Returns whether the output must equal plain decoding's at a temperature."""
@@ -234,6 +237,7 @@ def started(
         memory=replace(memory, blueprint=blueprint),
         load_s=clock[1] - clock[0],
         prepare_s=clock[2] - clock[1],
+        adapter_reader=begun.adapter_reader,
     )
 
 

@@ -50,13 +50,29 @@ def write_adapter(
       edit: Changes the tensors before they are written.
       further: Further fields of `adapter_config.json`.
     """
+    weights = load_file(base / "model.safetensors")
+    shapes = {name: weights[f"{name}.weight"].shape for name in modules}
+    how = {"rank": rank, "alpha": alpha, "seed": seed, "edit": edit}
+    return write_random_adapter(folder, shapes, **how, **further)
+
+
+def write_random_adapter(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    rank: int,
+    alpha: float,
+    seed: int,
+    dtype: type[np.floating] = np.float32,
+    edit: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
+    **further: Any,
+) -> Path:
+    """Writes an adapter of modules with these outputs and inputs; see `write_adapter`."""
     folder.mkdir(parents=True, exist_ok=True)
-    random, weights = np.random.default_rng(seed), load_file(base / "model.safetensors")
-    tensors: dict[str, np.ndarray] = {}
-    for name in modules:
-        outputs, inputs = weights[f"{name}.weight"].shape
+    random, tensors = np.random.default_rng(seed), dict[str, np.ndarray]()
+    for name, (outputs, inputs) in shapes.items():
         for kind, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            values = (random.normal(size=shape) / np.sqrt(shape[1])).astype(np.float32)
+            values = (random.normal(size=shape) / np.sqrt(shape[1])).astype(dtype)
             tensors[f"{ROOT}{name}.lora_{kind}.weight"] = values
     edit(tensors)
     save_file(tensors, folder / "adapter_model.safetensors")
