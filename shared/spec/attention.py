@@ -122,7 +122,7 @@ def sliding_bounds(
     The tree may be deeper than the window: then `first` is beyond `until`.
     """
     from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # visible nodes from each one on
-    slid = np.maximum(first, until + window.sum(axis=1) - size)
+    slid = np.maximum(first, until + window.sum(axis=1, dtype=until.dtype) - size)
     return slid, window & (from_here <= size)
 
 
