@@ -134,6 +134,7 @@ def test_layers_match_spec(
     x = x.astype(np.float32)
     for name in ("sigmoid", "softplus", "silu", "l2norm", "gelu", "gelu_tanh"):
         np.testing.assert_allclose(getattr(ops, name)(x), getattr(spec, name)(x), **close)
+    np.testing.assert_allclose(ops.softcap(x, 30.0), spec.softcap(x, 30.0), **close)
     args = (x, normal(1, 8), 1e-6)
     np.testing.assert_allclose(ops.rms_norm(*args), spec.rms_norm(*args), **close)
     args = (x, normal(1, 8), normal(2, 8), 1e-6)

@@ -354,7 +354,7 @@ def _with_block(
         [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2
     )
     scores = scores * jnp.float32(scale)
-    scores = scores if softcap is None else layers.softcap(scores, softcap)
+    scores = scores if softcap is None else layers.plain_softcap(scores, softcap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
     weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)

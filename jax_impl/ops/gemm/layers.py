@@ -158,9 +158,16 @@ def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
-def softcap(x: Array, capped: float) -> Array:
+def plain_softcap(x: Array, capped: float) -> Array:
     """Computes a soft cap: capped * tanh(x / capped)."""
     return capped * jnp.tanh(x / capped)
+
+
+def kernel_softcap(kernels: Kernels, x: Array, capped: float) -> Array:
+    return kernels.layers.softcap(x, capped)
+
+
+softcap = kernel_or_reference(kernel_softcap, plain_softcap)
 
 
 def act_and_mul(gate: Array, up: Array, activation: Activation) -> Array:

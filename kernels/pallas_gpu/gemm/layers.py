@@ -76,26 +76,33 @@ def layer_norm(
 
 def gelu(x: Float[jax.Array, "R size"], *, interpret: bool = False) -> Float[jax.Array, "R size"]:
     """Implements `shared.spec.layers.gelu`."""
-    return _gelu(x, False, interpret)
+    return _elementwise(functools.partial(_gelu_kernel, is_tanh=False), x, "gelu", interpret)
 
 
 def gelu_tanh(
     x: Float[jax.Array, "R size"], *, interpret: bool = False
 ) -> Float[jax.Array, "R size"]:
     """Implements `shared.spec.layers.gelu_tanh`."""
-    return _gelu(x, True, interpret)
+    return _elementwise(functools.partial(_gelu_kernel, is_tanh=True), x, "gelu", interpret)
 
 
-def _gelu(x, is_tanh, interpret):
+def _elementwise(kernel, x, name, interpret):
     flat = x.reshape(-1)
     return pl.pallas_call(
-        functools.partial(_gelu_kernel, is_tanh=is_tanh),
+        kernel,
         grid=(pl.cdiv(len(flat), BLOCK),),
         out_shape=jax.ShapeDtypeStruct(flat.shape, x.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=4),
         interpret=interpret,
-        name="gelu",
+        name=name,
     )(flat).reshape(x.shape)
+
+
+def softcap(
+    x: Float[jax.Array, "R size"], capped: float, *, interpret: bool = False
+) -> Float[jax.Array, "R size"]:
+    """Implements `shared.spec.layers.softcap`."""
+    return _elementwise(functools.partial(_softcap_kernel, capped=capped), x, "softcap", interpret)
 
 
 def bilinear_pos_embed(
@@ -193,6 +200,17 @@ def _gelu_kernel(x_ref, out_ref, *, is_tanh):
         )
         above = above * jnp.exp2(-(z * z) * LOG2_E)
         out = x * jnp.where(x < 0, above, 1.0 - above)
+    pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
+
+
+def _softcap_kernel(x_ref, out_ref, *, capped):
+    """One program per block of elements, across rows."""
+    place, count = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK), x_ref.shape[0]
+    inside = place < count
+    x = pltriton.load(x_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
+    # tanh(y) is 1 - 2 / (1 + exp(2 y)).
+    growth = jnp.exp2(x * (2.0 * LOG2_E / capped))
+    out = capped - 2.0 * capped / (1.0 + growth)
     pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
 
 

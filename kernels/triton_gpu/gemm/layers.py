@@ -87,6 +87,14 @@ def _gelu(x: Float[Tensor, "R size"], *, is_tanh: bool) -> Float[Tensor, "R size
     return out
 
 
+def softcap(x: Float[Tensor, "R size"], capped: float) -> Float[Tensor, "R size"]:
+    """Implements `shared.spec.layers.softcap`."""
+    x = x.contiguous()
+    out, grid = torch.empty_like(x), (triton.cdiv(x.numel(), BLOCK.value),)
+    _softcap_kernel[grid](x, out, x.numel(), capped=capped, num_warps=4, **launching(x))
+    return out
+
+
 def bilinear_pos_embed(
     table: Float[Tensor, "places hidden"],
     corners: Int[Tensor, "R 4"],
@@ -215,6 +223,21 @@ def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.con
         )
         above = above * tl.exp2(-(z * z) * LOG2_E)
         out = x * tl.where(x < 0, above, 1.0 - above)
+    tl.store(out_at + start + place, out.to(out_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _softcap_kernel(x_at, out_at, count, capped: tl.constexpr, is_launched: tl.constexpr):
+    """One program per block of elements, across rows."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    start, place = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    inside = place < count - start
+    x = tl.load(x_at + start + place, mask=inside, other=0.0).to(tl.float32)
+    # tanh(y) is 1 - 2 / (1 + exp(2 y)).
+    growth = tl.exp2(x * (2.0 * LOG2_E / capped))
+    out = capped - 2.0 * capped / (1.0 + growth)
     tl.store(out_at + start + place, out.to(out_at.dtype.element_ty), mask=inside)
 
 

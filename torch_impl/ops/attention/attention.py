@@ -292,7 +292,7 @@ def _softmax_attention(
     keys, heads = k.float().permute(0, 2, 3, 1).contiguous(), heads.contiguous()
     scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]
     if softcap is not None:
-        scores = layers.softcap(scores, softcap)
+        scores = layers.plain_softcap(scores, softcap)
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     highest, own = scores.amax(dim=-1, keepdim=True).clamp(min=-1e30), None
     if sinks is not None:

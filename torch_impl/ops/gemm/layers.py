@@ -171,8 +171,17 @@ def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor,
 gelu_tanh = kernel_or_reference(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
 
 
-def softcap(x: Float[Tensor, "..."], capped: float) -> Float[Tensor, "..."]:
+def plain_softcap(x: Float[Tensor, "..."], capped: float) -> Float[Tensor, "..."]:
     return capped * torch.tanh(x / capped)
+
+
+def kernel_softcap(
+    kernels: Kernels, x: Float[Tensor, "..."], capped: float
+) -> Float[Tensor, "..."]:
+    return kernels.layers.softcap(x, capped)
+
+
+softcap = kernel_or_reference(kernel_softcap, plain_softcap)
 
 
 def act_and_mul(
