@@ -22,6 +22,7 @@ from bench.common.draft_config import PLAIN, Draft
 from bench.common.session import Load, Session
 from bench.steps.decode_steps import begun, decode_options, with_lot
 from bench.steps.report import Line, Report
+from tests.support.op_sides import SIDES
 
 STEPS = 8
 """Decode steps that are counted."""
@@ -86,6 +87,7 @@ def count(session: Session, load: Load) -> Line:
 def run(options: argparse.Namespace, command: str) -> Report:
     """Counts for each drafter and batch."""
     report = Report(command, options.out)
+    side = SIDES["torch"]()
     report.add_side("torch")
     for text in options.drafts:
         draft = with_lot(Draft.parse(text), options.accept_length)
@@ -93,12 +95,16 @@ def run(options: argparse.Namespace, command: str) -> Report:
             load = Load(
                 batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1
             )
-            # Without overlap a step has ended when the next one is submitted.
-            with begun(
-                "torch", draft, load, options, 0, 1, more=["--disable-cuda-graph"]
-            ) as session:
-                report.add_count(count(session, load))
+            report.add_count(started_count(draft, load, options))
+            side.release()
     return report
+
+
+def started_count(draft: Draft, load: Load, options: argparse.Namespace) -> Line:
+    """Starts an engine, and returns its counts."""
+    # Without overlap a step has ended when the next one is submitted.
+    with begun("torch", draft, load, options, 0, 1, more=["--disable-cuda-graph"]) as session:
+        return count(session, load)
 
 
 def options() -> argparse.ArgumentParser:
