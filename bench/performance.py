@@ -107,7 +107,9 @@ NGRAM explores nothing: its drafts are known before a step, so its own policy is
 
 The table of block heads has simulated acceptance of maths, code and chats, and of a head that is
 seldom right off the first path of a tree. Adaptive speculation chooses among plain decoding, chains
-of 7 and 15 drafts and the tree, so it can exceed both."""
+of 7 and 15 drafts and the tree, so it can exceed both. The table after it has heads of the demo
+model, which were trained differently (`training_drafts.md`), on its own tasks: a step takes about a
+millisecond, so the host counts, most of all in JAX."""
 
 HOST = """## Host
 
@@ -189,7 +191,7 @@ def _tp(found: Found) -> list[str]:
 
 
 def _adaptive(found: Found) -> list[str]:
-    parts = [ADAPTIVE, *host.adaptive(found), *host.block_trees(found)]
+    parts = [ADAPTIVE, *host.adaptive(found), *host.block_trees(found), *host.block_heads(found)]
     return [*parts, HOST, *host.host_times(found), *host.http_shares(found)]
 
 

@@ -64,6 +64,23 @@ def block_trees(found: Found) -> list[str]:
     return table(title, stamps, ["simulated H200"], cells)
 
 
+def block_heads(found: Found) -> list[str]:
+    """Returns the table of `bench.speculation.block_heads`, over all phases."""
+    cells, devices = list[list[str]](), dict[str, None]()
+    for file in found.heads:
+        for line in file["lines"]:
+            if line.get("phase") != "all":
+                continue
+            devices[line["device"]] = None
+            steps, speeds = line["tokens_per_step"], line["tokens_per_s"]
+            shapes = [f"{steps[shape]:.2f}, {speeds[shape]:.0f}/s" for shape in steps]
+            cells.append([line["head"], line["backend"], *shapes])
+    shapes = ["none", "chain", "tree of 16", "tree of 32", "tree of 64", "adaptive"]
+    stamps = [stamp(file) for file in found.heads]
+    title = "Block heads of the demo model: tokens per step, tokens/s"
+    return table(title, stamps, devices, [["head", "backend", *shapes], *cells])
+
+
 def host_times(found: Found) -> list[str]:
     """Returns the table of `bench.speculation.host_overhead`."""
     cells = [["controller", "prefix cache", "requests", "host, us", "device, ms", "share"]]

@@ -28,6 +28,7 @@ PATTERNS = {
     "fused": ("fused_*",),
     "adaptive": ("adaptive_*",),
     "blocks": ("simulated_block_trees*",),
+    "heads": ("block_heads_*",),
     "host": ("host_*",),
     "http": ("http_share_*",),
 }
@@ -80,7 +81,7 @@ class Found:
       decode: Decode steps after prompts of one length, by `bench.steps.decode_steps`.
       long: The same after longer prompts.
       tp: The same with several GPUs, and with one of them.
-      prefill, hits, adaptive, blocks, host, http: Files of the bench of that subject.
+      prefill, hits, adaptive, blocks, heads, host, http: Files of the bench of that subject.
       tp_prefill: Prefill with one GPU and with several.
       fused: Steps in one device program and in three.
       peers: Steps of other engines, a file for each engine and model.
@@ -95,6 +96,7 @@ class Found:
     fused: Sequence[File] = ()
     adaptive: Sequence[File] = ()
     blocks: Sequence[File] = ()
+    heads: Sequence[File] = ()
     host: Sequence[File] = ()
     http: Sequence[File] = ()
     peers: Sequence[File] = field(default=())
