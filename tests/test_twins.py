@@ -92,6 +92,7 @@ OTHER_OPS = {
     },
     "ops/recurrent/mamba2.py::kernel_gated_output": "the same",
     "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
+    "ops/gemm/linear.py::plain_linear_add": "JAX adds no segments yet",
     "adapters.py::load": "JAX reads its rank within the program",
     "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",

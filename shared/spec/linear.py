@@ -7,17 +7,18 @@ another product with residual addition. Each is one operation here, defined as t
 the elementary ones in `layers`. A `NormedStream` passes from one operation to the next.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from shared.models.activation import SILU_AND_MUL, Activation
+from shared.models.formats.fp8 import BLOCK
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
-from shared.spec import fp8_activations, layers
+from shared.spec import fp8_activations, layers, reduction_order
 from shared.spec.lora import RowAdapters, adapted
 
 
@@ -144,21 +145,43 @@ def product(
       weight: The weight.
       first: First output to compute.
     """
-    weight = weight.rows(first)
-    out = _multiplied(x, weight)
+    return _product_of_segments(x, weight.rows(first), 1)
+
+
+def _product_of_segments(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, segments: int
+) -> Float[np.ndarray, "R outputs"]:
+    """Computes `product` with the inputs in segments; see `reduction_order.LinearOrder`."""
+    products = _codes_products if weight.format.quantizes_activations else _products
+    parts = reduction_order.parts_of_inputs(x.shape[1], segments)
+    out = reduce(np.add, products(x, weight, parts))
     if weight.lora is not None:
         out = adapted(out, x, weight.lora)
     return out if weight.bias is None else out + weight.bias
 
 
-def _multiplied(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
-    if not weight.format.quantizes_activations:
-        return layers.linear(x, widened(weight))
+def _products(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, parts: Sequence[slice]
+) -> list[Float[np.ndarray, "R outputs"]]:
+    """Multiplies each segment of the inputs."""
+    wide = widened(weight)
+    return [layers.linear(x[:, part], wide[:, part]) for part in parts]
+
+
+def _codes_products(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, parts: Sequence[slice]
+) -> list[Float[np.ndarray, "R outputs"]]:
+    """Multiplies each segment of the inputs in FP8 (W8A8); segments are whole blocks."""
     assert weight.scales is not None  # FP8
     outputs = weight.num_outputs // len(weight.scales)
     scales = np.repeat(weight.scales, outputs, axis=0)
-    rows = fp8_activations.quantised(x)
-    return fp8_activations.product(rows, weight.values, scales)
+    rows, found = fp8_activations.quantised(x), []
+    for part in parts:
+        blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+        of_part = fp8_activations.Quantised(rows.codes[:, part], rows.scales[:, blocks])
+        values = weight.values[:, part]
+        found.append(fp8_activations.product(of_part, values, scales[:, blocks]))
+    return found
 
 
 def product_float32(
@@ -197,8 +220,11 @@ def linear_add(
       stream: Residual stream.
       factor: Multiplier of the product.
       norm: Scale of the next norm of the stream.
+
+    The inputs are added in segments; see `reduction_order.LinearOrder`.
     """
-    rows = stream.rows + _times(product(x, weight), factor)
+    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    rows = stream.rows + _times(_product_of_segments(x, weight, segments), factor)
     return stream.with_next_norm(rows, norm)
 
 

@@ -152,6 +152,46 @@ def sum_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, " R"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearOrder:
+    """Order of the sum over the inputs of a GEMM that is added to the residual stream.
+
+    These GEMMs have few outputs and many inputs, and one chain of all inputs takes longer than to
+    read the weight. The inputs are therefore divided into equal segments. Each segment is one chain
+    from zero in the order of its inputs, and the segments are added in order, in float32. LoRA
+    adapters continue that sum; bias, factor and residual follow. The number of segments depends on
+    the inputs alone: neither on the weight format nor on rows, outputs or ranks.
+
+    Attributes:
+      segments: Segments of the inputs.
+      least: Minimum inputs of a segment; GEMMs with fewer have one segment.
+      unit: Inputs of a segment are a multiple of it: whole blocks of every weight format.
+    """
+
+    segments: int
+    least: int
+    unit: int
+
+    def __post_init__(self) -> None:
+        for name in ("segments", "least", "unit"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def segments_of(self, inputs: int) -> int:
+        """Returns the number of segments of a GEMM of this many inputs."""
+        is_whole = inputs % (self.segments * self.unit) == 0
+        return self.segments if is_whole and inputs // self.segments >= self.least else 1
+
+
+LINEAR = LinearOrder(segments=1, least=2048, unit=256)
+
+
+def parts_of_inputs(inputs: int, segments: int) -> list[slice]:
+    """Returns the inputs of each of some equal segments; see `LinearOrder`."""
+    length = inputs // segments
+    return [slice(first, first + length) for first in range(0, length * segments, length)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShrinkOrder:
     """Order of the sums over inputs in `shared.spec.lora.shrink`.
 

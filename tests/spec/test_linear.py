@@ -11,14 +11,17 @@ import torch
 from jax_impl.ops.gemm import linear as jax_linear
 from shared.models.formats import fp8_w8a16
 from shared.models.formats.fp8 import BLOCK, Granularity, quantize, scale_shape
-from shared.spec import fp8_activations, layers
+from shared.spec import fp8_activations, layers, reduction_order
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, NormedStream
+from shared.spec.lora import AdapterWeights, RowAdapters
+from shared.spec.reduction_order import LinearOrder
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.weight_formats import w8a8_matrix, w8a16_matrix
 from torch_impl.ops.gemm import linear as torch_linear
 
 EPS = 1e-6
+torch_in_numpy = Implementation("torch")("linear")
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -258,3 +261,68 @@ def test_w8a8_linear_quantises_activations_matches_spec(
         close(rounded, want[:, first:])
     else:
         np.testing.assert_allclose(rounded, want[:, first:], rtol=2.0**-8, atol=1e-5)
+
+
+HALVES = LinearOrder(segments=2, least=256, unit=256)
+LONG_X, LONG_STREAM = normal(30, 3, 512), NormedStream(normal(31, 3, 256))
+LONG_WEIGHTS = {
+    "plain": Matrix.plain(normal(32, 256, 512), normal(33, 256)),
+    "FP8": fp8(34, 256, 512, Granularity.BLOCK, normal(35, 256)),
+    "W8A8": codes(256, 512, 36, by_output=False),
+}
+LONG_WEIGHTS["LoRA"] = replace(
+    LONG_WEIGHTS["plain"],
+    lora=RowAdapters(
+        AdapterWeights(
+            a=normal(37, 1, 4, 512),
+            b=normal(38, 1, 256, 4),
+            scales=np.full((1, 4), 0.5, np.float32),
+            factors=np.full((1, 256), 1.5, np.float32),
+            parts=(256,),
+        ),
+        np.array([1, 0, 1]),
+    ),
+)
+
+
+def in_framework(matrix: Matrix) -> Matrix:
+    """The weight with FP8 numbers in place of their codes (W8A8)."""
+    if not matrix.format.quantizes_activations:
+        return matrix
+    values = matrix.values.view(ml_dtypes.float8_e4m3fn)
+    return replace(matrix, planes={**matrix.planes, "values": values})
+
+
+@pytest.mark.parametrize("kind", LONG_WEIGHTS)
+def test_linear_add_in_segments_matches_spec(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = LONG_WEIGHTS[kind]
+    once = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
+    monkeypatch.setattr(reduction_order, "LINEAR", HALVES)
+    want = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
+    assert (want != once).any()
+    got = torch_in_numpy.linear_add(LONG_X, in_framework(weight), LONG_STREAM, 0.25).rows
+    # Float32 on both sides: sums of 256 terms in other orders, of numbers up to about 100.
+    for each in (got, once):
+        np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("segments", "values", "total"),
+    [
+        (1, (2.0**25, 0, 2, -(2.0**25)), 0),  # 2^25 + 2 is rounded to 2^25
+        (2, (2.0**25, 0, 2, -(2.0**25)), 2),
+        (4, (2.0**25, 2, -(2.0**25), 0), 0),
+        (4, (2.0**25, -(2.0**25), 2, 0), 2),
+    ],
+)
+def test_linear_add_starts_segments_from_zero(
+    segments: int, values: tuple[float, ...], total: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        reduction_order, "LINEAR", LinearOrder(segments=segments, least=128, unit=128)
+    )
+    weight = np.zeros((1, 512), np.float32)
+    weight[0, ::128] = values
+    x, stream = np.ones((1, 512), np.float32), NormedStream(np.zeros((1, 1), np.float32))
+    for ops in (spec, torch_in_numpy):
+        assert ops.linear_add(x, Matrix.plain(weight), stream).rows.item() == total

@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from shared.spec.reduction_order import ATTENTION
+from shared.spec.reduction_order import ATTENTION, LINEAR, LinearOrder, parts_of_inputs
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,38 @@ def test_reduction_order_is_immutable() -> None:
 def test_reduction_tile_depends_on_type_only() -> None:
     tiles = {size: ATTENTION.sizes_for(size)["tile"] for size in (2, 4)}
     assert tiles == {2: 64, 4: 16}
+
+
+HALVES = LinearOrder(segments=2, least=2048, unit=256)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "segments"),
+    [
+        (4096, 2),
+        (12288, 2),
+        (25600, 2),
+        (4096 - 512, 1),  # segments of fewer inputs than the least
+        (4096 + 256, 1),  # no whole units
+        (4304, 1),
+        (768, 1),
+    ],
+)
+def test_linear_order_segments_are_whole_units(inputs: int, segments: int) -> None:
+    assert HALVES.segments_of(inputs) == segments
+    assert replace(HALVES, segments=1).segments_of(inputs) == 1
+    parts = parts_of_inputs(inputs, segments)
+    assert [(part.start, part.stop) for part in parts] == [
+        (at * inputs // segments, (at + 1) * inputs // segments) for at in range(segments)
+    ]
+    assert segments == 1 or all(part.start % HALVES.unit == 0 for part in parts)
+
+
+def test_linear_order_of_products_is_one_chain() -> None:
+    assert {LINEAR.segments_of(inputs) for inputs in range(128, 1 << 16, 128)} == {1}
+
+
+@pytest.mark.parametrize("name", ["segments", "least", "unit"])
+def test_linear_order_rejects_zero(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        replace(LINEAR, **{name: 0})

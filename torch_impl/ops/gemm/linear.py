@@ -5,7 +5,7 @@ On a GPU bfloat16 GEMMs are kernels; see `torch_impl.ops`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import SILU_AND_MUL, Activation
+from shared.models.formats.fp8 import BLOCK
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
+from shared.spec import reduction_order
 from shared.spec.reduction_order import SQUARES
 from torch_impl.formats.registry import dequantized
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
@@ -145,9 +147,18 @@ stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16)
 def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
-    weight = weight.rows(first)
+    return _product_of_segments(x, weight.rows(first), 1)
+
+
+def _product_of_segments(
+    x: Float[Tensor, "R inputs"], weight: Matrix, segments: int
+) -> Float[Tensor, "R outputs"]:
+    """Computes `product` with the inputs in segments, whose sum is rounded once."""
     if weight.format.quantizes_activations:
-        return _of_codes(x, weight).to(x.dtype)
+        return _of_codes(x, weight, segments).to(x.dtype)
+    if segments > 1:
+        out = _sums(x, weight, segments).to(x.dtype)
+        return out if weight.bias is None else out + weight.bias
     out = layers.linear(x, widened(weight).to(x.dtype))
     if weight.lora is not None:  # base rows keep the bits of a product that is rounded at once
         sums = _sums(x, weight).to(x.dtype)
@@ -206,7 +217,8 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
-    own = stream.own + _times(product(x, weight), factor)
+    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    own = stream.own + _times(_product_of_segments(x, weight, segments), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
@@ -280,23 +292,35 @@ act_and_mul_linear = kernel_or_reference(
 )
 
 
-def _sums(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+def _sums(
+    x: Float[Tensor, "R inputs"], weight: Matrix, segments: int = 1
+) -> Float[Tensor, "R outputs"]:
     """Computes the GEMM in float32, with the adapters of the rows and without the bias."""
-    values = widened(weight)
-    if x.is_cuda:
-        sums = torch.mm(x, values.t(), out_dtype=torch.float32)
-    else:  # not supported on a CPU
-        sums = layers.linear(x.float(), values.float())
-    return sums if weight.lora is None else adapted(sums, x, weight.lora)
+    values, sums = widened(weight), []
+    for part in reduction_order.parts_of_inputs(x.shape[1], segments):
+        of_rows, of_outputs = x[:, part], values[:, part]
+        if x.is_cuda:
+            sums.append(torch.mm(of_rows, of_outputs.t(), out_dtype=torch.float32))
+        else:  # not supported on a CPU
+            sums.append(layers.linear(of_rows.float(), of_outputs.float()))
+    total = reduce(torch.add, sums)
+    return total if weight.lora is None else adapted(total, x, weight.lora)
 
 
-def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+def _of_codes(
+    x: Float[Tensor, "R inputs"], weight: Matrix, segments: int = 1
+) -> Float[Tensor, "R outputs"]:
     """Computes the W8A8 GEMM in float32, with the bias."""
     assert weight.scales is not None  # W8A8
     scales = weight.scales.repeat_interleave(weight.num_outputs // len(weight.scales), 0)
-    rows = fp8_activations.quantised(x)
-    sums = fp8_activations.product(rows, weight.values, scales)
-    return sums if weight.bias is None else sums + weight.bias.float()
+    rows, sums = fp8_activations.quantised(x), []
+    for part in reduction_order.parts_of_inputs(x.shape[1], segments):
+        blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+        of_part = fp8_activations.Quantised(rows.codes[:, part], rows.scales[:, blocks])
+        values = weight.values[:, part]
+        sums.append(fp8_activations.product(of_part, values, scales[:, blocks]))
+    total = reduce(torch.add, sums)
+    return total if weight.bias is None else total + weight.bias.float()
 
 
 def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
@@ -357,6 +381,7 @@ def kernel_products(
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
         gated=int(is_gated),
+        one_segment=1,
     )
     out_type = out_type or x.dtype
     if weight.format.quantizes_activations:
