@@ -6,7 +6,7 @@ orders of `shared.spec.reduction_order`. The sizes of a call alone select the li
 
 import json
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -209,10 +209,13 @@ class LinearTiles:
       widens: Whether a separate kernel dequantises a packed weight in memory first. Otherwise it is
         dequantised in registers, which requires tiles that are neither described nor persistent.
       warps, stages: Warps and pipeline stages of the kernel.
+      separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
+        which the last adds the segments. Otherwise one program computes all segments of a tile.
     """
 
-    sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated")
-    """Bytes of a weight element, rows and outputs of a call; 1 with a gate, else 0."""
+    sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated", "one_segment")
+    """Bytes of a weight element, rows and outputs of a call; 1 with a gate, else 0; 1 if the inputs
+    are one segment, else 0."""
 
     rows: int
     columns: int
@@ -223,6 +226,7 @@ class LinearTiles:
     widens: bool
     warps: int
     stages: int
+    separate: bool = False
 
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
@@ -238,6 +242,8 @@ class LinearTiles:
         check_powers_of_two(self, least)
         if not self.widens and (self.described or self.persistent):
             raise ValueError("tiles without widens must be neither described nor persistent")
+        if self.separate and (self.described or self.persistent):
+            raise ValueError("separate tiles must be neither described nor persistent")
         check_at_least(self, stages=1)
 
     @property
@@ -420,7 +426,8 @@ def _table(where: str, op: str, lines: list[dict[str, Any]]) -> Table[Any]:
 
 def _line(kind: Any, *, at_most: dict[str, int], **tiles: int) -> Line[Any]:
     names = {field.name for field in fields(kind)}
-    if tiles.keys() != names:
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if not required <= tiles.keys() <= names:
         raise ValueError(f"tiles must be {sorted(names)}, got {sorted(tiles)}")
     if unknown := at_most.keys() - set(kind.sizes):
         raise ValueError(f"at_most supports {list(kind.sizes)}, got {sorted(unknown)}")

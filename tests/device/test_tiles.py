@@ -1,6 +1,7 @@
 """Tile config files: the choice by GPU and call, and the errors of invalid files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,12 @@ def test_row_warps_is_power_of_two() -> None:
     """2,560 and 3,072 columns (Qwen3-4B, Qwen3.5-122B-A10B) are no power of two times 512."""
     warps = {row_warps(size) for size in range(16, 20_000, 16)}
     assert warps == {1, 2, 4, MOST_ROW_WARPS}
+
+
+@pytest.mark.parametrize("change", ["described", "persistent"])
+def test_linear_tiles_reject_separate_copies(change: str) -> None:
+    tiles = Tiles.load("triton_gpu", MEASURED).linear.lines[0].tiles
+    assert not tiles.separate  # optional in a file
+    assert replace(tiles, separate=True).separate
+    with pytest.raises(ValueError, match="separate tiles must be neither described nor persistent"):
+        replace(tiles, widens=True, separate=True, **{change: True})
