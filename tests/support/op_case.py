@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ from kernels.rooms import module_in
 from kernels.tile_tables import Table
 from kernels.tiles import Tiles
 from shared.boundary.tp_group import TPGroup
+from shared.spec import reduction_order
 from shared.spec.linear import Matrix
 
 Arguments = dict[str, Any]
@@ -48,6 +50,7 @@ class OpCase:
         large case is compared in some of them.
       specify: The specification's results for some rows, where it takes more than leaving out the
         others' entries in `row_arguments`.
+      segments: Segments of the inputs of GEMMs that are added; None for those of `LINEAR`.
       tiles: Fields of the tiles that are others than in the GPU's file.
       tiled: The table of these, if it is neither that of the function nor that of the module.
       num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
@@ -64,6 +67,7 @@ class OpCase:
     is_large: bool = False
     real_rows: Callable[[Arguments], np.ndarray] | None = None
     row_arguments: tuple[str, ...] = ()
+    segments: int | None = None
     tiles: Mapping[str, int] = field(default_factory=dict)
     tiled: str = ""
     specify: Callable[[Arguments, np.ndarray], list[np.ndarray]] | None = None
@@ -101,6 +105,16 @@ class OpCase:
         pairs = zip(got[: len(wanted)], wanted, strict=True)  # a kernel may leave more behind
         return [_distance(g if rows is None else g[rows], want) for g, want in pairs]
 
+    @contextmanager
+    def order(self) -> Iterator[None]:
+        """Within it the GEMMs that are added have the case's segments."""
+        usual = reduction_order.LINEAR
+        reduction_order.LINEAR = replace(usual, segments=self.segments or usual.segments)
+        try:
+            yield
+        finally:
+            reduction_order.LINEAR = usual
+
     def specified(self, arguments: Arguments, rows: np.ndarray | None) -> list[np.ndarray]:
         """Returns the specification's results, for some rows or for all."""
         if self.specify is not None and rows is not None:
@@ -110,7 +124,8 @@ class OpCase:
         given = {name: arguments[name] for name in names if name in arguments}
         if rows is not None:
             given |= {name: given[name][rows] for name in self.row_arguments if name in given}
-        return as_list(function(**given))
+        with self.order():
+            return as_list(function(**given))
 
     def bytes_of(self, arguments: Arguments, results: list[np.ndarray]) -> int:
         """Returns the bytes that a call must at least read and write."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS
 from kernels.rooms import module_in
 from tests.support.gpu_activity import traced
 from tests.support.implementations import to_jax, to_numpy, to_torch
@@ -47,13 +48,18 @@ WARM_UP_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Operation:
-    """Function of a case; `in_place` has the indices of the arguments that it changes."""
+    """Function of a case; `in_place` has the indices of the arguments that it changes.
+
+    With `is_counted` its result has counters, which are omitted.
+    """
 
     call: Callable[..., Any]
     in_place: tuple[int, ...]
+    is_counted: bool = False
 
     def __call__(self, *placed: Any) -> Any:
-        return self.call(*placed)
+        found = self.call(*placed)
+        return changed_record(found, arrivals=None) if self.is_counted else found
 
 
 class Side(ABC):
@@ -87,7 +93,7 @@ class Side(ABC):
 
     @contextmanager
     def with_tiles(self, case: OpCase, changes: Changes) -> Iterator[None]:
-        """Within it a case's kernels have the tiles of the GPU's file, and some of them changed.
+        """Within it a case has its order, and its kernels the GPU's tiles, some of them changed.
 
         They are those of the table that it names, else of its function, where it has a table, else
         of its module. A case can have changes of its own.
@@ -102,14 +108,16 @@ class Side(ABC):
         if changes:
             self._ops.KERNELS = replace(bound, tiles=changed(bound.tiles, op, changes))
         try:
-            yield
+            with case.order():
+                yield
         finally:
             self._ops.KERNELS = bound
 
     def operation(self, case: OpCase) -> Operation:
         call = getattr(self._module(case), case.function)
         names = list(inspect.signature(call).parameters)
-        return Operation(call, tuple(names.index(name) for name in case.in_place))
+        in_place = tuple(names.index(name) for name in case.in_place)
+        return Operation(call, in_place, is_counted=case.segments is not None)
 
     def placed(self, case: OpCase, arguments: Arguments) -> Placed:
         order = inspect.signature(self.operation(case).call).parameters
@@ -216,8 +224,11 @@ class TorchSide(Side):
             self._torch.cuda.empty_cache()
 
     def _argument(self, case: OpCase, name: str, value: Any) -> Any:
-        """Page tables are long numbers, as those of a step are."""
+        """Page tables are long numbers, as those of a step are; a stream has counters."""
         placed = super()._argument(case, name, value)
+        if name == "stream" and case.segments is not None:
+            counters = np.zeros(MOST_SEPARATE_BLOCKS, np.int32)
+            placed = changed_record(placed, arrivals=self._array(counters, "int32"))
         if hasattr(placed, "page_table"):
             return changed_record(placed, page_table=placed.page_table.long())
         return placed.long() if name == "page_table" else placed

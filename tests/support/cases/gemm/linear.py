@@ -1,5 +1,6 @@
 """Cases of the products of `linear`: small and odd ones, and those of a layer of Qwen3-8B."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -257,6 +258,14 @@ TABLE += [
         is_large=True,
     )
     for R in (1, 32, 512)
+]
+SEGMENTS = 2
+TABLE += [
+    replace(case, name=f"{case.name}, {SEGMENTS} segments", segments=SEGMENTS)
+    for case in TABLE
+    if case.function == "linear_add"
+    and case.is_large
+    and re.fullmatch(r"(FP8 |INT4 )?(out|down|32B down), \d+ rows", case.name)
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}
