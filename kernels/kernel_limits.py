@@ -21,6 +21,9 @@ MOST_NODES = 64
 EXPERTS_UNIT = 16
 """Unit of the inputs and intermediate sizes of experts."""
 
+MOST_SEPARATE_BLOCKS = 512
+"""Maximum blocks of a GEMM with programs for each segment, which counts arrivals at each block."""
+
 MOST_ROW_WARPS = 8
 """Maximum warps of a program that reads one row."""
 

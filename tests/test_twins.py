@@ -38,6 +38,8 @@ ONE_SIDED_NAMES = {
     "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/lora.py::RowAdapters": "as above",
     "ops/gemm/lora.py::RowAdapters.alone": "as above",
+    "ops/gemm/linear.py::kernel_added": "JAX adds no segments yet",
+    "ops/__init__.py::arrivals_of": "the same",
     "ops/gemm/lora.py::PassAdapters.of": "XLA shares equal zeros",
     "ops/gemm/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
@@ -86,13 +88,15 @@ ONE_SIDED_NAMES = {
 
 
 _ASKING = ("first_of", "support")
+_SEGMENTS = ("plain_linear_add", "kernel_linear_add")
 OTHER_OPS = {
     **{
         f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
     },
     "ops/recurrent/mamba2.py::kernel_gated_output": "the same",
     "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
-    "ops/gemm/linear.py::plain_linear_add": "JAX adds no segments yet",
+    **{f"ops/gemm/linear.py::{x}": "JAX adds no segments yet" for x in _SEGMENTS},
+    "ops/moe/experts.py::kernel_added_experts": "the same",
     "adapters.py::load": "JAX reads its rank within the program",
     "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",

@@ -105,7 +105,7 @@ class NormedStream:
       squares: Sums of squares per chunk of a row, if kernels store them for the next norm; see
         `shared.spec.reduction_order.chunks_of_squares`.
       count: Number of real rows; None for all. Padding rows are undefined.
-      arrivals: Zeroed counters of expert kernels, which reset them to zero.
+      arrivals: Zeroed counters of kernels, which reset them to zero.
     """
 
     rows: Float[np.ndarray, "R hidden"]

@@ -13,11 +13,13 @@ from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS, arrivals_of_experts
 from kernels.rooms import module_in
 from kernels.tiles import Tiles
+from shared.spec import reduction_order
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,6 +129,15 @@ def _first_array(args: tuple[Any, ...]) -> Tensor:
 def is_bfloat16(x: Tensor) -> bool:
     """Returns True if kernels for 2-byte numbers support an array."""
     return x.dtype == torch.bfloat16
+
+
+def arrivals_of(rows: Float[Tensor, "R hidden"]) -> Int[Tensor, " counters"] | None:
+    """Returns the counters of a stream for GEMMs in segments and for experts; None without."""
+    if reduction_order.LINEAR.segments == 1:
+        return None
+    num_rows, hidden = rows.shape
+    count = max(MOST_SEPARATE_BLOCKS, arrivals_of_experts(num_rows, hidden))
+    return torch.zeros(count, dtype=torch.int32, device=rows.device)
 
 
 @contextmanager

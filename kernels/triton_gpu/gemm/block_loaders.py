@@ -89,15 +89,23 @@ def format_of(name: str, depth: int, weight: Tensor, scales: Tensor | None) -> B
 
 
 def sized(
-    format: BlockFormat, tiles: LinearTiles, rows: int, K: int
+    format: BlockFormat, tiles: LinearTiles, rows: int, K: int, segments: int
 ) -> tuple[BlockFormat, int, int]:
     """Returns the format, the rows of a tile, from at most `rows`, and the inputs per step of a
     call.
+
+    Raises:
+      ValueError: The segments are no whole steps.
     """
+    length = K // segments
     if format.name == FP8_W8A8:
-        return format, tiles.rows_of_codes(rows), tiles.depth_of_codes(K)
-    depth = tiles.depth_of(K) if format.name == PLAIN else format.inputs
-    return format._replace(inputs=depth), rows, depth
+        rows, depth = tiles.rows_of_codes(rows), tiles.depth_of_codes(length)
+    else:
+        depth = tiles.depth_of(length) if format.name == PLAIN else format.inputs
+        format = format._replace(inputs=depth)
+    if segments > 1 and K % (segments * depth):
+        raise ValueError(f"{segments} segments must be whole steps of {depth} inputs, got {K}")
+    return format, rows, depth
 
 
 class TileAccess(NamedTuple):
@@ -204,6 +212,49 @@ def packed_tile(
     if loads.format.scales.scales_in == 1:
         scales = _load_scales(scales, is_output, has_all)
     return OperandTile(place=values, scales=scales, first=0, is_inside=is_output, count=0)
+
+
+@triton.jit
+def tile_rows(tile, x_at, row_scales_at, config: tl.constexpr):
+    """Returns the rows of a tile as the main loop loads them."""
+    access: tl.constexpr = config.loads.rows
+    if access.kind != "descriptor":
+        place = tile.row.to(tl.int64)[:, None] * access.row
+        if access.kind == "step":
+            place += tl.arange(0, access.width)[None, :]
+        x_at += place
+    return OperandTile(
+        place=x_at,
+        scales=row_scales_at,
+        first=tile.first_row,
+        is_inside=tile.is_row,
+        count=tile.num_rows,
+    )
+
+
+@triton.jit
+def tile_outputs(tile, weight_at, scales_at, sizes: tl.constexpr, config: tl.constexpr):
+    """Returns the outputs of a tile as the main loop loads them; packed gate and up are joined."""
+    loads: tl.constexpr = config.loads
+    access: tl.constexpr = loads.weight
+    first, is_inside = tile.block * config.columns, tile.is_column
+    if access.kind == "row":
+        lane = tl.arange(0, config.width)
+        output = first + lane % config.columns
+        is_inside = output < sizes.N
+        output += lane // config.columns * sizes.N
+        scale = output // loads.format.scales.outputs
+        outputs = packed_tile(weight_at, scales_at, output, scale, is_inside, access.has_all, loads)
+    else:
+        if access.kind == "step":
+            stored = first + tl.arange(0, config.width)
+            weight_at += (
+                stored.to(tl.int64)[:, None] * access.row + tl.arange(0, access.width)[None, :]
+            )
+        outputs = OperandTile(
+            place=weight_at, scales=scales_at, first=first, is_inside=is_inside, count=0
+        )
+    return outputs
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """GEMM of rows with a stored weight, with fused prologue and epilogue (Triton).
 
-Each program computes one tile of rows and outputs, and accumulates along the inputs in one chain.
-The bits of a row depend neither on the tiles nor on the number of rows (batch-invariant).
+Each program computes one tile of rows and outputs, and accumulates along the inputs in one chain,
+or in segments, which can also have programs of their own. The bits of a row depend neither on the
+tiles nor on the number of rows (batch-invariant).
 """
 
 from functools import cache
@@ -17,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
 from kernels.triton_gpu.gemm import linear_sm90
-from kernels.triton_gpu.gemm.block_loaders import OperandTile, is_packed, packed_tile
+from kernels.triton_gpu.gemm.block_loaders import is_packed, tile_outputs, tile_rows
 from kernels.triton_gpu.gemm.dequantize import dequantize
 from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmOperands,
@@ -33,9 +34,14 @@ from kernels.triton_gpu.gemm.linear_launch import (
     GemmTiling,
     squares_chunks,
 )
-from kernels.triton_gpu.gemm.linear_mainloop import accumulate
+from kernels.triton_gpu.gemm.linear_mainloop import (
+    accumulate,
+    accumulate_segments,
+    arrives_last,
+    sum_of_parts,
+)
 from kernels.triton_gpu.gemm.lora import AdapterTile, RowAdapters, expand
-from kernels.triton_gpu.gemm.lora_shrink import shrink_ahead, wait_for_sums
+from kernels.triton_gpu.gemm.lora_shrink import leave_sums, shrink_ahead, wait_for_sums
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -59,6 +65,8 @@ def product(
     added: Float[Tensor, "R outputs"] | None = None,
     norm: Float[Tensor, " outputs"] | None = None,
     order: SquaresOrder,
+    segments: int = 1,
+    arrivals: Int32[Tensor, " counters"] | None = None,
     tiles: LinearTiles,
     gather: AllGatherArgs | None = None,
     asks: RowOutputs | None = None,
@@ -89,6 +97,8 @@ def product(
       added: Residual added to the result; the sums of squares per chunk are returned as well.
       norm: Scale of the norm that the sum is read through next.
       order: Reduction order of squares.
+      segments: Segments of the inputs, see `LinearOrder`.
+      arrivals: Counters, zero before and after the GEMM; None or too few for some of this call.
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
       asks: Outputs needed from an LM head, of `lm_head_epilogue.row_outputs`. The result is
@@ -107,10 +117,10 @@ def product(
         lora = None if lora is None else lora._replace(is_next=False)
     is_alone = asks is None and lora is None
     is_wide = is_alone and linear_sm90.takes(
-        x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
+        x, weight, is_gated=is_gated, is_added=added is not None, segments=segments, tiles=tiles
     )
     how = {"is_gated": is_gated, "is_wide": is_wide, "is_adapted": lora is not None}
-    tiling = GemmTiling.of(x, weight, scales, tiles, format=format, **how)
+    tiling = GemmTiling.of(x, weight, scales, tiles, format=format, segments=segments, **how)
     fused = FusedInputs(squares, eps, activation, bias, factor, added, norm, lora)
     joins = None if tiling.tiles.persistent or is_wide else gather
     results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
@@ -119,6 +129,12 @@ def product(
     # 128 x 256 float32 results of bfloat16 rows.
     is_flattened = is_alone and out_type.itemsize <= max(x.element_size(), 2)
     is_persistent = tiling.tiles.persistent and is_flattened or is_wide
+    # With a fused all-gather a program waits for those of other ranks, so all must be resident.
+    resident = None if results.every is None else _multiprocessors(x.device)
+    is_separate = tiling.is_separate(resident)
+    results = results.in_parts(tiling, arrivals) if is_separate else results
+    programs = tiling.blocks * (segments if is_separate else 1)
+    is_interpreted = not launching(x)["is_launched"]
     _launch(
         *((x, weight) if is_wide else tiling.described(x, weight)),
         x if scales is None else scales,
@@ -126,10 +142,12 @@ def product(
         results.operands(x, fused, gather),
         tiling,
         is_wide=is_wide,
-        programs=_multiprocessors(x.device) if is_persistent else tiling.blocks,
-        sizes=results.sizes(tiling, fused, gather),
+        programs=min(programs, _multiprocessors(x.device)) if is_persistent else programs,
+        sizes=results.sizes(tiling, fused, gather, programs),
         squares=squares_chunks(squares, order),
-        config=tiling.config(is_persistent, is_interpreted=not launching(x)["is_launched"]),
+        config=tiling.config(
+            is_persistent=is_persistent, is_separate=is_separate, is_interpreted=is_interpreted
+        ),
         **launching(x),
     )
     return results.gathered(gather)
@@ -148,7 +166,7 @@ def _launch(
     **how: Any,
 ) -> None:
     """Launches the kernel of a GEMM, `linear_sm90` if `is_wide`; see `_product_kernel`."""
-    programs, blocks = min(tiling.blocks, programs), (tiling.row_blocks, tiling.blocks)
+    blocks = tiling.row_blocks, tiling.blocks
     if (adapters := how["sizes"].adapters) is not None:
         programs += adapters.ahead
     if is_wide:
@@ -267,32 +285,42 @@ def _product_block(
     config: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """Computes one block of outputs and rows."""
+    """Computes one block of outputs and rows, or one segment of it; the last segment to end adds
+    all.
+    """
     loads: tl.constexpr = config.loads
+    segment = 0
+    if config.is_separate:
+        ahead: tl.constexpr = 0 if sizes.adapters is None else sizes.adapters.ahead
+        blocks = (tl.num_programs(0) - ahead) // config.segments
+        segment, number = number // blocks, number % blocks
     tile = _tile_of(number, num_rows, row_blocks, sizes, config)
-    rows = _rows_of(tile, x_at, row_scales_at, config)
-    outputs = _outputs_of(tile, weight_at, scales_at, sizes, config)
+    rows = tile_rows(tile, x_at, row_scales_at, config)
+    outputs = tile_outputs(tile, weight_at, scales_at, sizes, config)
     waits_late: tl.constexpr = sizes.adapters is not None and sizes.adapters.is_next
     if is_launched and not waits_late:
         gdc_wait()
-    if sizes.box is not None:
-        rank, call = rank_of(args.mail, sizes), number_of(args.clock, args.call)
-    early = load_early(args, tile, sizes, squares)
-    if sizes.adapters is not None:
-        slots = tl.load(args.adapters.slots + tile.row, mask=tile.is_row, other=0)
+    if not config.is_separate:
+        early = _load_early(args, tile, sizes, squares)
     shape: tl.constexpr = (
         (config.width, config.rows) if config.is_swapped else (config.rows, config.width)
     )
-    acc, more = accumulate(
-        tl.zeros(shape, tl.float32),
-        rows,
-        outputs,
-        config.depth,
-        config.stages,
-        config.beside,
-        config.is_swapped,
-        loads,
-    )
+    if config.is_separate:
+        length: tl.constexpr = loads.K // config.segments
+        acc, more = accumulate(
+            tl.zeros(shape, tl.float32),
+            rows,
+            outputs,
+            segment * length,
+            (segment + 1) * length,
+            config.depth,
+            config.stages,
+            config.beside,
+            config.is_swapped,
+            loads,
+        )
+    else:
+        acc, more = accumulate_segments(rows, outputs, shape, config)
     if is_launched and loads.rows.kind != "descriptor":  # slower with TMA, as measured
         gdc_launch_dependents()
     if config.is_swapped:
@@ -300,6 +328,35 @@ def _product_block(
         more = tl.trans(more)
     if is_launched and waits_late:
         gdc_wait()
+    if not config.is_separate:
+        _end_block(acc, more, early, args, tile, sizes, squares, config)
+    elif arrives_last(acc, args, tile, number, segment, sizes, config):
+        acc = sum_of_parts(args, tile, number, sizes, config)
+        early = _load_early(args, tile, sizes, squares)
+        _end_block(acc, acc, early, args, tile, sizes, squares, config)
+    elif sizes.adapters is not None and sizes.adapters.shrink is not None:
+        leave_sums(args.adapters)
+
+
+@triton.jit
+def _load_early(args, tile, sizes: tl.constexpr, squares: tl.constexpr):
+    """Returns rank and call of a fused all-gather, inputs of the epilogue, and adapter slots."""
+    rank, call, slots = 0, 0, 0
+    if sizes.box is not None:
+        rank, call = rank_of(args.mail, sizes), number_of(args.clock, args.call)
+    early = load_early(args, tile, sizes, squares)
+    if sizes.adapters is not None:
+        slots = tl.load(args.adapters.slots + tile.row, mask=tile.is_row, other=0)
+    return rank, call, early, slots
+
+
+@triton.jit
+def _end_block(
+    acc, more, early, args, tile, sizes: tl.constexpr, squares: tl.constexpr, config: tl.constexpr
+):
+    """Adds the adapters to the sums of a block, applies the epilogue and stores the result."""
+    rank, call, early, slots = early
+    num_rows = tile.num_rows
     if sizes.adapters is not None:
         adapters: tl.constexpr = sizes.adapters
         if adapters.shrink is not None:
@@ -335,49 +392,6 @@ def _tile_of(number, num_rows, row_blocks, sizes: tl.constexpr, config: tl.const
         is_column=column < sizes.N,
         num_rows=num_rows,
     )
-
-
-@triton.jit
-def _rows_of(tile, x_at, row_scales_at, config: tl.constexpr):
-    """Returns the rows of a tile as the main loop loads them."""
-    access: tl.constexpr = config.loads.rows
-    if access.kind != "descriptor":
-        place = tile.row.to(tl.int64)[:, None] * access.row
-        if access.kind == "step":
-            place += tl.arange(0, access.width)[None, :]
-        x_at += place
-    return OperandTile(
-        place=x_at,
-        scales=row_scales_at,
-        first=tile.first_row,
-        is_inside=tile.is_row,
-        count=tile.num_rows,
-    )
-
-
-@triton.jit
-def _outputs_of(tile, weight_at, scales_at, sizes: tl.constexpr, config: tl.constexpr):
-    """Returns the outputs of a tile as the main loop loads them; packed gate and up are joined."""
-    loads: tl.constexpr = config.loads
-    access: tl.constexpr = loads.weight
-    first, is_inside = tile.block * config.columns, tile.is_column
-    if access.kind == "row":
-        lane = tl.arange(0, config.width)
-        output = first + lane % config.columns
-        is_inside = output < sizes.N
-        output += lane // config.columns * sizes.N
-        scale = output // loads.format.scales.outputs
-        outputs = packed_tile(weight_at, scales_at, output, scale, is_inside, access.has_all, loads)
-    else:
-        if access.kind == "step":
-            stored = first + tl.arange(0, config.width)
-            weight_at += (
-                stored.to(tl.int64)[:, None] * access.row + tl.arange(0, access.width)[None, :]
-            )
-        outputs = OperandTile(
-            place=weight_at, scales=scales_at, first=first, is_inside=is_inside, count=0
-        )
-    return outputs
 
 
 @triton.jit

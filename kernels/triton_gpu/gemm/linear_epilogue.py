@@ -31,6 +31,8 @@ class GemmOperands(NamedTuple):
       all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
       mail, clock, call: See `all_gather.AllGatherArgs`.
       adapters: See `lora.AdapterOperands`; None without.
+      parts, arrivals: Sums of the segments `[segments, rows, outputs]`, if they have programs of
+        their own, and a counter of each block, zero before and after the GEMM.
     """
 
     squares: Any
@@ -55,6 +57,8 @@ class GemmOperands(NamedTuple):
     clock: Any
     call: Any
     adapters: Any
+    parts: Any
+    arrivals: Any
 
 
 class GemmSizes(NamedTuple):
@@ -108,6 +112,7 @@ class GemmTileConfig(NamedTuple):
       width, beside: Outputs of an accumulator, and outputs from there to those of a second one; 0:
         there is none.
       depth, stages: Inputs per step, and pipeline stages.
+      segments, is_separate: Segments of the inputs, and whether they have programs of their own.
       loads: Loads of the operands.
     """
 
@@ -117,6 +122,8 @@ class GemmTileConfig(NamedTuple):
     beside: int
     depth: int
     stages: int
+    segments: int
+    is_separate: bool
     is_swapped: bool
     is_persistent: bool
     loads: TileLoads

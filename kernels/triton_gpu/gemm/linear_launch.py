@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS
 from kernels.peer_buffers import is_joined
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, all_gather
@@ -58,6 +59,7 @@ class GemmTiling:
       format: Format of the weight.
       rows, depth: Rows of a tile, and inputs per step.
       is_gated, is_described: Whether there is a gate, and whether TMA copies the operands.
+      segments: Segments of the inputs.
     """
 
     R: int
@@ -69,6 +71,7 @@ class GemmTiling:
     depth: int
     is_gated: bool
     is_described: bool
+    segments: int
 
     @classmethod
     def of(
@@ -82,11 +85,12 @@ class GemmTiling:
         is_gated: bool,
         is_wide: bool,
         is_adapted: bool,
+        segments: int,
     ) -> "GemmTiling":
         """Returns the tiles of a call.
 
         Args:
-          x, weight, scales, tiles, format, is_gated: See `linear.product`.
+          x, weight, scales, tiles, format, is_gated, segments: See `linear.product`.
           is_wide: Whether `linear_sm90` runs the call.
           is_adapted: Whether rows have adapters.
         """
@@ -94,7 +98,8 @@ class GemmTiling:
         tiles = tiles if is_wide else tiles.narrowed
         rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
-        found, rows, depth = sized(format_of(format, 0, weight, scales), tiles, rows, K)
+        stored = format_of(format, 0, weight, scales)
+        found, rows, depth = sized(stored, tiles, rows, K, segments)
         return cls(
             R=R,
             N=N,
@@ -105,6 +110,7 @@ class GemmTiling:
             depth=depth,
             is_gated=is_gated,
             is_described=tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0,
+            segments=segments,
         )
 
     @property
@@ -145,6 +151,16 @@ class GemmTiling:
             return 0 if self.is_pair else self.N
         return self.width if self.width < self.tiles.columns else 0
 
+    def is_separate(self, most: int | None) -> bool:
+        """Returns whether each segment has programs of its own.
+
+        Args:
+          most: Maximum programs of the GEMM; None without a maximum.
+        """
+        is_wanted = self.tiles.separate and self.segments > 1
+        is_simple = not (self.is_gated or self.beside) and self.blocks <= MOST_SEPARATE_BLOCKS
+        return is_wanted and is_simple and (most is None or self.segments * self.blocks <= most)
+
     def described(self, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
         """Returns TMA descriptors of the operands, or the operands if nothing describes them."""
         if not self.is_described:
@@ -161,7 +177,9 @@ class GemmTiling:
         words = self.rows * self.tiles.columns * item_bytes // 4
         return max(1, min(4, words // (32 * self.tiles.warps)))
 
-    def config(self, is_persistent: bool, is_interpreted: bool) -> GemmTileConfig:
+    def config(
+        self, *, is_persistent: bool, is_separate: bool, is_interpreted: bool
+    ) -> GemmTileConfig:
         """Returns the constants of the kernels."""
         is_packed, is_plain = self.format.packed > 1, self.format.name == PLAIN
         pointers = "row" if is_packed else "step"
@@ -181,6 +199,8 @@ class GemmTiling:
             beside=self.beside,
             depth=self.depth,
             stages=self.tiles.stages,
+            segments=self.segments,
+            is_separate=is_separate,
             is_swapped=self.tiles.swapped,
             is_persistent=is_persistent,
             loads=loads,
@@ -194,6 +214,7 @@ class GemmResults(NamedTuple):
       out, scaled, sums: The result, the result times the next norm's scale, and its squares.
       every, all_sums: All ranks' result (or `scaled`) and squares, of a fused all-gather.
       leaves: Block partials of an LM head.
+      parts, arrivals: See `GemmOperands`; None without.
     """
 
     out: Tensor
@@ -202,6 +223,8 @@ class GemmResults(NamedTuple):
     every: Tensor | None
     all_sums: Tensor | None
     leaves: BlockPartials | None
+    parts: Tensor | None = None
+    arrivals: Tensor | None = None
 
     @classmethod
     def of(
@@ -214,7 +237,7 @@ class GemmResults(NamedTuple):
         asks: RowOutputs | None,
         order: SquaresOrder,
     ) -> "GemmResults":
-        """Allocates the arrays."""
+        """Allocates the arrays, without those of separate segments."""
         R, N = tiling.R, tiling.N
         out = torch.empty((R, N), dtype=out_type, device=x.device)
         leaves = None if asks is None else BlockPartials.of(asks, N, tiling.tiles.columns)
@@ -228,6 +251,19 @@ class GemmResults(NamedTuple):
             scaled = None if fused.norm is None else torch.empty_like(out)
             sums = torch.empty((R, chunks), dtype=torch.float32, device=x.device)
         return cls(out, scaled, sums, every, all_sums, leaves)
+
+    def in_parts(self, tiling: GemmTiling, arrivals: Tensor | None) -> "GemmResults":
+        """Returns the arrays with those of separate segments.
+
+        Args:
+          tiling: Tiles of the call.
+          arrivals: Zeroed counters; None for some of this call.
+        """
+        shape, device = (tiling.segments, tiling.R, tiling.N), self.out.device
+        if arrivals is None or len(arrivals) < tiling.blocks:
+            arrivals = torch.zeros(tiling.blocks, dtype=torch.int32, device=device)
+        parts = torch.empty(shape, dtype=torch.float32, device=device)
+        return self._replace(parts=parts, arrivals=arrivals)
 
     def gathered(self, gather: AllGatherArgs | None) -> tuple[Any, Any, Any, Any]:
         """Returns the results of `product`, after an all-gather if the kernel has fused none."""
@@ -260,12 +296,14 @@ class GemmResults(NamedTuple):
             clock=out if gather is None else gather.mail.clock,
             call=0 if gather is None else gather.call,
             adapters=None if fused.lora is None else fused.lora.operands,
+            parts=out if self.parts is None else self.parts,
+            arrivals=out if self.arrivals is None else self.arrivals,
         )
 
     def sizes(
-        self, tiling: GemmTiling, fused: FusedInputs, gather: AllGatherArgs | None
+        self, tiling: GemmTiling, fused: FusedInputs, gather: AllGatherArgs | None, programs: int
     ) -> GemmSizes:
-        """Returns the problem size."""
+        """Returns the problem size, of a GEMM with some programs."""
         boxes = None if gather is None or self.every is None else gather.boxes
         return GemmSizes(
             N=tiling.N,
@@ -279,7 +317,7 @@ class GemmResults(NamedTuple):
             leaves=0 if self.leaves is None else tiling.column_blocks,
             box=None if boxes is None else PeerLayout.of(boxes),
             pack=tiling.words_at_once(self.out.element_size()),
-            adapters=None if fused.lora is None else fused.lora.sizes_before(tiling.blocks),
+            adapters=None if fused.lora is None else fused.lora.sizes_before(programs),
         )
 
 

@@ -72,13 +72,18 @@ def takes(
     *,
     is_gated: bool,
     is_added: bool,
+    segments: int,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `launch` supports a call: tiles of 192 columns, bfloat16 and TMA."""
+    """Returns whether `launch` supports a call: tiles of 192 columns, bfloat16, TMA, one segment.
+
+    The sums of more segments do not fit in registers next to a chain.
+    """
     is_half = x.dtype == weight.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
     is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
     is_deep = tiles.depth_of(x.shape[1]) >= _LINE
     is_supported = is_wide and is_half and is_deep and not (is_gated and is_added)
+    is_supported = is_supported and segments == 1
     return is_supported and is_on_hopper()
 
 

@@ -116,6 +116,12 @@ def wait_for_sums(adapters, sizes: tl.constexpr):
 
 
 @triton.jit
+def leave_sums(adapters):
+    """Counts a program that does not read the sums; see `wait_for_sums`."""
+    tl.atomic_add(adapters.arrivals, -1)
+
+
+@triton.jit
 def _add_inputs_of_rows(x_at, a_at, sums_at, row, slots, slot, block, split, sizes: tl.constexpr):
     """Stores the sums of the rows of one adapter, for a block of rows of A and a split."""
     K: tl.constexpr = sizes.K

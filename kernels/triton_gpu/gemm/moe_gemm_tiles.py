@@ -115,10 +115,10 @@ def product_of(
     weight = _outputs_of(stored, expert.to(tl.int64), outputs, output, is_output, sizes)
     if config.is_swapped:
         acc = tl.zeros((output.shape[0], lanes), tl.float32)
-        acc, _ = accumulate(acc, rows, weight, depth, stages, 0, True, loads)
+        acc, _ = accumulate(acc, rows, weight, 0, loads.K, depth, stages, 0, True, loads)
     else:
         acc = tl.zeros((lanes, output.shape[0]), tl.float32)
-        acc, _ = accumulate(acc, rows, weight, depth, stages, 0, False, loads)
+        acc, _ = accumulate(acc, rows, weight, 0, loads.K, depth, stages, 0, False, loads)
         acc = tl.trans(acc)
     return acc
 

@@ -20,7 +20,7 @@ from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, fi
 from shared.spec import reduction_order
 from shared.spec.reduction_order import SQUARES
 from torch_impl.formats.registry import dequantized
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
+from torch_impl.ops import Kernels, arrivals_of, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import fp8_activations, layers
 from torch_impl.ops.gemm.lora import RowAdapters, adapted, kernel_shrink
@@ -136,9 +136,8 @@ def kernel_stream(
     group: TPGroup = SINGLE_RANK,
 ) -> NormedStream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    return NormedStream(
-        all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group
-    )
+    own, arrivals = all_gather.kept(group, rows, norm), arrivals_of(rows)
+    return NormedStream(own, norm, scaled, squares, count, arrivals, group)
 
 
 stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16)
@@ -230,10 +229,26 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
+    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    return kernel_added(kernels, x, weight, stream, factor, norm, segments)
+
+
+def kernel_added(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: NormedStream,
+    factor: float,
+    norm: Float[Tensor, " hidden"] | None,
+    segments: int,
+) -> NormedStream:
+    """Same as `linear_add`, with some segments of the inputs."""
     group, own = stream.group, stream.own.contiguous()
     gather = group.on_device.next() if all_gather.gathers_with_squares(group, own) else None
     scale = all_gather.norm_with_squares(group, own, norm)
     how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    arrivals = arrivals_of(x) if stream.arrivals is None else stream.arrivals  # a partial pass
+    how |= {"segments": segments, "arrivals": arrivals}
     return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
 
 
@@ -371,6 +386,7 @@ def kernel_products(
     *,
     out_type: torch.dtype | None = None,
     activation: Activation | None = None,
+    segments: int = 1,
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
@@ -381,7 +397,7 @@ def kernel_products(
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
         gated=int(is_gated),
-        one_segment=1,
+        one_segment=int(segments == 1),
     )
     out_type = out_type or x.dtype
     if weight.format.quantizes_activations:
@@ -397,6 +413,7 @@ def kernel_products(
         activation=activation or SILU_AND_MUL,
         bias=weight.bias,
         order=SQUARES,
+        segments=segments,
         tiles=tiles,
         lora=weight.lora and kernel_shrink(kernels, x, weight.lora, may_join=True),
         **how,

@@ -1,0 +1,194 @@
+"""GEMMs with their inputs in segments: equal bits in one program and in separate programs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import torch_impl.ops
+from shared.spec import reduction_order
+from shared.spec.linear import Matrix
+from shared.spec.reduction_order import LinearOrder
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, bind_kernels, share_arithmetic
+from tests.support.linear_segments import (
+    FORMATS,
+    INPUTS,
+    LANGUAGES,
+    OUTPUTS,
+    added,
+    cut_of,
+    product_of,
+    specified,
+)
+from torch_impl.ops.gemm import linear
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+each_language = pytest.mark.parametrize("language", LANGUAGES)
+CELLS = [(format, "added") for format in FORMATS] + [("plain", "biased"), ("INT4", "biased")]
+CELLS += [(format, "adapted") for format in ("plain", "FP8")]
+each_cell = pytest.mark.parametrize(("format", "kind"), CELLS)
+
+
+def cuts(format: str) -> list[Any]:
+    """Tiles of one program and of separate programs; W8A8 has only wide ones."""
+    wide = {"swapped": False, "rows": 64}
+    found = [cut_of(format), cut_of(format, separate=True)]
+    found += [cut_of(format, **wide), cut_of(format, separate=True, **wide)]
+    if format in ("plain", "W8A8"):
+        found += [cut_of(format, described=True, **wide)]
+        found += [cut_of(format, described=True, persistent=format == "plain", **wide)]
+    else:
+        narrow = {"swapped": False, "rows": 16, "stages": 3}
+        found += [cut_of(format, separate=True, **narrow), cut_of(format, **narrow)]
+    return found
+
+
+@each_language
+@each_cell
+def test_linear_segments_match_spec(
+    format: str, kind: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = product_of(format, kind).of_rows(20)
+    want = specified(given, 2, monkeypatch)
+    for cut in cuts(format)[:3]:
+        # Float32 sums in other orders, of at most 1,024 terms and of numbers up to 10. An input of
+        # an adapter is rounded to bfloat16 in the kernels.
+        tolerance = 1e-2 if kind == "adapted" else 1e-5
+        got = added(language, given, cut, 2)[0]
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@each_language
+@each_cell
+def test_linear_segments_bits_independent_of_programs(
+    format: str, kind: str, language: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    whole = product_of(format, kind)
+    want = added(language, whole, cut_of(format), 2)
+    assert (want[0] != added(language, whole, cut_of(format), 1)[0]).any()
+    for rows, cut in zip((1, 20, 70, 3, 40), cuts(format)[1:], strict=True):
+        got = added(language, whole.of_rows(rows), cut, 2)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other[:rows], err_msg=f"{cut}, {rows}")
+
+
+@each_language
+@pytest.mark.parametrize("is_separate", [False, True])
+@pytest.mark.parametrize(
+    ("segments", "values", "total"),
+    [
+        (1, (2.0**25, 0, 2, -(2.0**25)), 0),  # 2^25 + 2 is rounded to 2^25
+        (2, (2.0**25, 0, 2, -(2.0**25)), 2),
+        (4, (2.0**25, 2, -(2.0**25), 0), 0),
+        (4, (2.0**25, -(2.0**25), 2, 0), 2),
+    ],
+)
+def test_linear_segments_start_from_zero_in_order(
+    segments: int, values: tuple[float, ...], total: float, is_separate: bool, language: str
+) -> None:
+    weight = np.zeros((OUTPUTS, INPUTS), np.float32)
+    weight[:, :: INPUTS // 4] = values
+    given = product_of("plain", "added").of_rows(3)
+    given = given._replace(
+        x=np.ones_like(given.x), weight=Matrix.plain(weight), stream=0 * given.stream
+    )
+    got = added(language, given, cut_of("plain", separate=is_separate), segments)[0]
+    np.testing.assert_array_equal(got, np.full_like(got, total / 4))
+
+
+def check_separate(patch: pytest.MonkeyPatch, spoil: Callable[..., None] | None) -> None:
+    """Two GEMMs in separate programs with one set of counters have the bits of one program."""
+    share_arithmetic(patch)
+    given = product_of("plain", "added").of_rows(3)
+    cut, want = cut_of("plain", separate=True), added("triton", given, cut_of("plain"), 4)
+    if spoil is not None:
+        spoil(patch, KERNELS["triton"]["linear"])
+    arrivals = torch.zeros(8, dtype=torch.int32, device="cuda" if ON_GPU else "cpu")
+    for _ in range(2):
+        for one, other in zip(added("triton", given, cut, 4, arrivals), want, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert not arrivals.any()
+
+
+def store_backwards(patch: pytest.MonkeyPatch, module: Any) -> None:
+    healthy = module.arrives_last
+
+    def arrives_last(part, args, tile, number, segment, sizes, config):
+        return healthy(part, args, tile, number, 3 - segment, sizes, config)
+
+    patch.setattr(module, "arrives_last", arrives_last)
+
+
+def sum_too_early(patch: pytest.MonkeyPatch, module: Any) -> None:
+    healthy = module.arrives_last
+
+    def arrives_last(part, args, tile, number, segment, sizes, config):
+        healthy(part, args, tile, number, segment, sizes, config)
+        return segment == 2
+
+    patch.setattr(module, "arrives_last", arrives_last)
+
+
+def keep_counters(patch: pytest.MonkeyPatch, module: Any) -> None:
+    healthy = module.sum_of_parts
+
+    def sum_of_parts(args, tile, number, sizes, config):
+        total = healthy(args, tile, number, sizes, config)
+        module.tl.store(args.arrivals + number, config.segments)
+        return total
+
+    patch.setattr(module, "sum_of_parts", sum_of_parts)
+
+
+def continue_chain(patch: pytest.MonkeyPatch, module: Any) -> None:
+    healthy = module.accumulate
+
+    def accumulate(acc, rows, outputs, first, last, *rest):
+        return healthy(acc, rows, outputs, 0, last, *rest)
+
+    patch.setattr(module, "accumulate", accumulate)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+def test_linear_segments_reset_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_separate(monkeypatch, None)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="planted in the interpreter")
+@pytest.mark.parametrize("fault", [store_backwards, sum_too_early, keep_counters, continue_chain])
+def test_linear_segments_detect_planted_fault(
+    fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError):
+        check_separate(monkeypatch, fault)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(("segments", "total"), [(1, 0), (2, 2)])
+def test_linear_add_passes_segments_to_kernel(
+    segments: int, total: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    order = LinearOrder(segments=segments, least=INPUTS // 2, unit=64)
+    monkeypatch.setattr(reduction_order, "LINEAR", order)
+    kernels, device = torch_impl.ops.KERNELS, "cuda" if ON_GPU else "cpu"
+    assert kernels is not None  # bound above
+    wide = torch.zeros((OUTPUTS, INPUTS), device=device)
+    wide[:, :: INPUTS // 4] = torch.tensor((2.0**25, 0, 2, -(2.0**25)))
+    x, weight = torch.ones((3, INPUTS), device=device), linear.Matrix.plain(wide)
+    stream = linear.kernel_stream(kernels, torch.zeros((3, OUTPUTS), device=device))
+    assert (stream.arrivals is not None) == (segments > 1)
+    found = linear.kernel_linear_add(kernels, x, weight, stream)
+    assert (found.rows == total).all()
+    once = linear.kernel_added(kernels, x, weight, stream, 1.0, None, 1)
+    for rows in (linear.kernel_product(kernels, x, weight), once.rows):
+        assert (rows == 0).all()
+
+
+def test_linear_segments_reject_partial_steps() -> None:
+    given = product_of("INT4", "added").of_rows(3)
+    with pytest.raises(ValueError, match="8 segments must be whole steps of 256 inputs, got 1024"):
+        added("triton", given, cut_of("INT4"), 8)

@@ -1,0 +1,157 @@
+"""GEMMs that are added to a residual stream, with their inputs in segments, in the kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kernels.tiles import LinearTiles
+from shared.models.formats import fp8
+from shared.models.formats.fp8 import quantize
+from shared.models.formats.weight_format import SCALES, VALUES
+from shared.spec import linear, reduction_order
+from shared.spec.linear import Matrix, NormedStream
+from shared.spec.lora import AdapterWeights, RowAdapters
+from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder
+from tests.support.cases.gemm.linear import QUANTIZED
+from tests.support.kernels import KERNELS, ON_GPU
+from tests.support.linear_kernels import Arrays, normal, tiles
+from tests.support.lora_kernels import adapters
+from tests.support.weight_formats import w8a8_matrix
+
+LANGUAGES = [language for language in KERNELS if language == "triton"]
+"""Languages with segments."""
+ROWS, INPUTS, OUTPUTS, FACTOR = 70, 1024, 256, 0.25
+FORMATS = ("plain", "FP8", "INT4", "AWQ", "MXFP4", "W8A8")
+KINDS = ("added", "biased", "adapted")
+
+
+class Product(NamedTuple):
+    """GEMM that is added: rows, weight, adapters of the rows, residual and next norm."""
+
+    x: np.ndarray
+    weight: Matrix
+    lora: RowAdapters | None
+    stream: np.ndarray
+    norm: np.ndarray
+
+    def of_rows(self, rows: int) -> Product:
+        """Returns the GEMM of the first rows."""
+        lora = self.lora and self.lora.of_rows(np.arange(rows))
+        return self._replace(x=self.x[:rows], stream=self.stream[:rows], lora=lora)
+
+
+def in_bfloat16(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def product_of(format: str, kind: str, inputs: int = INPUTS) -> Product:
+    """Returns a random GEMM of numbers that are bfloat16."""
+    wide = in_bfloat16(normal(1, OUTPUTS, inputs) / np.float32(inputs**0.5))
+    if format == "plain":
+        weight = Matrix.plain(wide)
+    elif format == "W8A8":
+        shape = OUTPUTS // fp8.BLOCK, inputs // fp8.BLOCK
+        scales = np.resize(np.arange(3, 10, dtype=np.float32), shape) / np.float32(2**12)
+        weight = w8a8_matrix(quantize(wide * 2**9), scales, None)
+    else:
+        weight = QUANTIZED[format](wide)
+    bias = in_bfloat16(normal(3, OUTPUTS)) if kind == "biased" else None
+    lora = adapters(3, 16, (OUTPUTS,), inputs) if kind == "adapted" else None
+    return Product(
+        x=in_bfloat16(normal(0, ROWS, inputs)),
+        weight=Matrix(weight.format, weight.planes, bias),
+        lora=lora and RowAdapters(_rounded(lora), np.arange(ROWS) % 4),
+        stream=normal(2, ROWS, OUTPUTS),
+        norm=1 + normal(4, OUTPUTS) / 4,
+    )
+
+
+def _rounded(lora: AdapterWeights) -> AdapterWeights:
+    return AdapterWeights(
+        a=in_bfloat16(lora.a),
+        b=in_bfloat16(lora.b),
+        scales=lora.scales,
+        factors=lora.factors,
+        parts=lora.parts,
+    )
+
+
+def specified(given: Product, segments: int, patch: pytest.MonkeyPatch) -> np.ndarray:
+    """Returns the specification's result."""
+    order = LinearOrder(segments=segments, least=1, unit=1)
+    patch.setattr(reduction_order, "LINEAR", order)
+    weight = Matrix(given.weight.format, given.weight.planes, given.weight.bias, given.lora)
+    return linear.linear_add(given.x, weight, NormedStream(given.stream), FACTOR).rows
+
+
+def cut_of(format: str, **changed: int | bool) -> LinearTiles:
+    """Returns tiles for a format: packed weights are dequantised in registers."""
+    usual: dict[str, Any] = {"widens": format in ("plain", "W8A8")}
+    usual |= {"depth": fp8.BLOCK if format == "W8A8" else 64}
+    return tiles(**(usual | changed))
+
+
+def added(
+    language: str,
+    given: Product,
+    cut: LinearTiles,
+    segments: int,
+    arrivals: torch.Tensor | None = None,
+) -> Arrays:
+    """Returns the sum, the sum times the scale of the next norm, and its squares, as float32."""
+    assert language in LANGUAGES
+    device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
+
+    def of(x: np.ndarray, kind: torch.dtype | None = None) -> torch.Tensor:
+        array = torch.from_numpy(x.copy()).to(device)
+        return array if kind is None else array.to(kind)
+
+    half, planes, row_scales = torch.bfloat16, given.weight.planes, None
+    x, values, scales = of(given.x, half), of(planes[VALUES]), None
+    if SCALES in planes:
+        stored = np.asarray(planes[SCALES])
+        is_whole = stored.dtype.kind in "iu" or given.weight.format.quantizes_activations
+        scales = of(stored) if is_whole else of(stored.astype(np.float32), half)
+    else:
+        values = values.to(half)
+    lora = None
+    if given.lora is not None:
+        own, counter = given.lora.weights, torch.zeros(4, dtype=torch.int32, device=device)
+        lora = modules["lora"].shrink(
+            x,
+            of(own.a, half),
+            of(own.b, half),
+            of(own.scales),
+            of(own.factors),
+            of(given.lora.slots.astype(np.int32)),
+            parts=own.parts,
+            order=SHRINK,
+            arrivals=counter,
+        )
+    if given.weight.format.quantizes_activations:
+        values = values.view(torch.float8_e4m3fn)
+        x, row_scales = modules["fp8_activations"].quantised(x)
+    out, scaled, sums, _ = modules["linear"].product(
+        x,
+        values,
+        scales,
+        row_scales,
+        format=given.weight.format.name,
+        out_type=torch.float32,
+        bias=None if given.weight.bias is None else of(given.weight.bias, half),
+        factor=FACTOR,
+        added=of(given.stream),
+        norm=of(given.norm),
+        order=SQUARES,
+        segments=segments,
+        arrivals=arrivals,
+        tiles=cut,
+        lora=lora,
+    )
+    assert given.lora is None or not counter.any()  # the next pass counts from zero
+    return tuple(each.cpu().numpy() for each in (out, scaled, sums))
