@@ -88,14 +88,13 @@ ONE_SIDED_NAMES = {
 
 
 _ASKING = ("first_of", "support")
-_SEGMENTS = ("plain_linear_add", "kernel_linear_add")
 OTHER_OPS = {
     **{
         f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
     },
     "ops/recurrent/mamba2.py::kernel_gated_output": "the same",
     "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
-    **{f"ops/gemm/linear.py::{x}": "JAX adds no segments yet" for x in _SEGMENTS},
+    "ops/gemm/linear.py::kernel_linear_add": "kernels of JAX add no segments yet",
     "ops/moe/experts.py::kernel_added_experts": "the same",
     "adapters.py::load": "JAX reads its rank within the program",
     "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",

@@ -21,7 +21,7 @@ from tests.support.weight_formats import w8a8_matrix, w8a16_matrix
 from torch_impl.ops.gemm import linear as torch_linear
 
 EPS = 1e-6
-torch_in_numpy = Implementation("torch")("linear")
+TWINS = {name: Implementation(name)("linear") for name in ("jax", "torch")}
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -300,9 +300,9 @@ def test_linear_add_in_segments_matches_spec(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(reduction_order, "LINEAR", HALVES)
     want = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
     assert (want != once).any()
-    got = torch_in_numpy.linear_add(LONG_X, in_framework(weight), LONG_STREAM, 0.25).rows
+    given = (LONG_X, in_framework(weight), LONG_STREAM, 0.25)
     # Float32 on both sides: sums of 256 terms in other orders, of numbers up to about 100.
-    for each in (got, once):
+    for each in (once, *(twin.linear_add(*given).rows for twin in TWINS.values())):
         np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-4)
 
 
@@ -324,5 +324,5 @@ def test_linear_add_starts_segments_from_zero(
     weight = np.zeros((1, 512), np.float32)
     weight[0, ::128] = values
     x, stream = np.ones((1, 512), np.float32), NormedStream(np.zeros((1, 1), np.float32))
-    for ops in (spec, torch_in_numpy):
+    for ops in (spec, *TWINS.values()):
         assert ops.linear_add(x, Matrix.plain(weight), stream).rows.item() == total

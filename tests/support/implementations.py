@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 
 from kernels.rooms import module_in
+from shared.spec import reduction_order
+from shared.spec.reduction_order import LinearOrder
 from tests.support.op_records import mapped
 
 
@@ -54,7 +56,7 @@ class Ops:
         """Returns a result, and some arguments after the call, as torch writes in place."""
         function = getattr(self._module, name)
         if self._in is to_jax:
-            function = _jitted(function)
+            function = _jitted(function, reduction_order.LINEAR)
         to_device = partial(mapped, leaf=self._in, module=self._module)
         placed, named = [*map(to_device, args)], {k: to_device(v) for k, v in kwargs.items()}
         got = function(*placed, **named)
@@ -63,8 +65,12 @@ class Ops:
 
 
 @cache
-def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one compiled program: eagerly, each of its operations would be one."""
+def _jitted(function: Callable[..., Any], order: LinearOrder) -> Callable[..., Any]:
+    """The function as one compiled program: eagerly, each of its operations would be one.
+
+    A test that patches the order gets programs of its own.
+    """
+    del order
     jax, backend = import_module("jax"), import_module("jax_impl.backend")
     options = backend.compiler_options(jax.devices("cpu")[0], quick_compile=True)
 

@@ -4,8 +4,8 @@ Sums are float32; results have the dtype of the rows. On a GPU bfloat16 GEMMs ar
 `jax_impl.ops`.
 """
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,10 @@ from jax_impl.ops.gemm import fp8_activations, layers
 from jax_impl.ops.gemm.lora import RowAdapters, adapted, kernel_shrink
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import SILU_AND_MUL, Activation
+from shared.models.formats.fp8 import BLOCK
 from shared.models.formats.plain import Plain
 from shared.models.formats.weight_format import SCALES, VALUES, WeightFormat, first_row
+from shared.spec import reduction_order
 from shared.spec.reduction_order import SQUARES
 
 
@@ -188,16 +190,13 @@ def beside_kernels(stream: NormedStream) -> NormedStream:
     return stream._replace(rows=kept, scaled=scaled, squares=squares)
 
 
-def _stream_beside_kernels(
-    rows: Float[jax.Array, "R hidden"],
-    norm: Norm | None = None,
-    count: Int[jax.Array, " 1"] | None = None,
-    group: TPGroup = SINGLE_RANK,
-) -> NormedStream:
-    return beside_kernels(NormedStream(rows, norm, count=count, group=group))
+def _beside_kernels(plain: Callable[..., NormedStream]) -> Callable[..., NormedStream]:
+    return lambda *args, **how: beside_kernels(plain(*args, **how))
 
 
-stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
+stream = kernel_or_reference(
+    kernel_stream, plain_stream, is_bfloat16, _beside_kernels(plain_stream)
+)
 
 
 def plain_product(
@@ -255,7 +254,8 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    own = stream.own + _times(plain_product(x, weight), factor)
+    sums = _sums(x, weight, segments=reduction_order.LINEAR.segments_of(x.shape[1]))
+    own = stream.own + _times(sums.astype(x.dtype), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
@@ -292,18 +292,8 @@ def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None)
     return stream.with_next_norm(rows, norm, added.scaled, added.squares)
 
 
-def _added_beside_kernels(
-    x: Float[jax.Array, "R inputs"],
-    weight: Matrix,
-    stream: NormedStream,
-    factor: float = 1.0,
-    norm: Norm | None = None,
-) -> NormedStream:
-    return beside_kernels(plain_linear_add(x, weight, stream, factor, norm))
-
-
 linear_add = kernel_or_reference(
-    kernel_linear_add, plain_linear_add, is_bfloat16, _added_beside_kernels
+    kernel_linear_add, plain_linear_add, is_bfloat16, _beside_kernels(plain_linear_add)
 )
 
 
@@ -343,24 +333,29 @@ def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, 
 
 
 def _sums(
-    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0, segments: int = 1
 ) -> Float[jax.Array, "R outputs"]:
     """Computes the GEMM in float32 from output `first` on, with the bias."""
-    weight = weight.rows(first)
-    if weight.format.quantizes_activations:
-        sums = _of_codes(x, weight)
-    else:
-        sums = layers.linear(x, widened(weight).astype(x.dtype))
+    weight, sums = weight.rows(first), []
+    for part in reduction_order.parts_of_inputs(x.shape[1], segments):
+        if weight.format.quantizes_activations:
+            sums.append(_of_codes(x[:, part], weight, part))
+        else:
+            sums.append(layers.linear(x[:, part], widened(weight)[:, part].astype(x.dtype)))
+    total = reduce(jnp.add, sums)
     if weight.lora is not None:
-        sums = adapted(sums, x, weight.lora)
-    return sums if weight.bias is None else sums + weight.bias.astype(jnp.float32)
+        total = adapted(total, x, weight.lora)
+    return total if weight.bias is None else total + weight.bias.astype(jnp.float32)
 
 
-def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
-    """Computes the W8A8 GEMM in float32."""
+def _of_codes(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, part: slice
+) -> Float[jax.Array, "R outputs"]:
+    """Multiplies some inputs, whole blocks, with their part of a W8A8 weight."""
     assert weight.scales is not None  # W8A8
     scales = jnp.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
-    return fp8_activations.product(fp8_activations.quantised(x), weight.values, scales)
+    scales = scales[:, part.start // BLOCK : -(-part.stop // BLOCK)]
+    return fp8_activations.product(fp8_activations.quantised(x), weight.values[:, part], scales)
 
 
 def _normed(
@@ -414,15 +409,17 @@ def kernel_products(
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
     is_gated = activation is not None and activation.is_gated
     tables, stored, scales, row_scales = kernels.tiles, weight.num_outputs, weight.scales, None
-    tiles = (tables.fp8_activations if weight.format.quantizes_activations else tables.linear).of(
+    is_quantised = weight.format.quantizes_activations
+    tiles = (tables.fp8_activations if is_quantised else tables.linear).of(
         item_bytes=weight.format.item_bytes,
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
         gated=int(is_gated),
+        one_segment=1,
     )
     scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
-    if weight.format.quantizes_activations:
+    if is_quantised:
         x, row_scales = kernels.fp8_activations.quantised(x)
     return kernels.linear.product(
         x,
