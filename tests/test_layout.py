@@ -44,6 +44,7 @@ PALLAS_ALONE = {
     "ptx",
     "linear_sm90_mainloop",
     "linear_swap_ab",
+    "linear_tile",
 }
 TEST_OF_SPEC = {
     "model": "golden",

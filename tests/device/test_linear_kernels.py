@@ -335,6 +335,7 @@ def test_sm90_takes_float32_output_of_wide_rows_only(
         added=None,
         order=SQUARES,
         tiles=tiles(**({"rows": 8 if swapped else 64, "swapped": swapped} | TMA)),
+        segments=1,
     )
     assert taken is (out_type == "bfloat16" or not swapped)
 

@@ -134,8 +134,8 @@ class BlockLoader(ABC):
         """Returns the numbers of the blocks of a step."""
         return (step,)
 
-    def start(self) -> Any:
-        """Loads values of the first block that are carried from step to step."""
+    def start(self, step: Any) -> Any:
+        """Loads values of the first block of a step that are carried from step to step."""
         return ()
 
     def after(self, number: Any) -> Any:
@@ -376,9 +376,9 @@ class FP8W8A8Loader(BlockLoader):
         count = self.depth // FP8_BLOCK
         return (number + step * count for number in range(count))
 
-    def start(self) -> Any:
-        """Loads the scales of the first block."""
-        return self._scales_of(0)
+    def start(self, step: Any) -> Any:
+        """Loads the scales of the first block of a step."""
+        return self._scales_of(step * (self.depth // FP8_BLOCK))
 
     def after(self, number: Any) -> Any:
         """Loads the scales of the next block, one block ahead to hide the latency."""

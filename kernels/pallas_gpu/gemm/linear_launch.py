@@ -1,6 +1,7 @@
 """Tiles, constants, inputs and results of a launch of the GEMM kernel (Pallas, Triton backend)."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,23 +18,32 @@ from kernels.tiles import LinearTiles
 from shared.models.activation import Activation
 from shared.spec.reduction_order import SquaresOrder
 
+MOST_WAITING = 132
+"""Maximum programs of separate segments with a fused all-gather, in which the last program of a
+block waits for the same block of other ranks: the multiprocessors of an H100 or H200."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GemmTiling:
     """Sizes of a call and its tiles.
 
     Attributes:
-      R, N: Rows and outputs.
+      R, N, K: Rows, outputs and inputs.
       format: Name of the weight format.
       rows: Rows of a tile.
       tiles: Tile config, with the depth of the call.
+      segments: Segments of the inputs, see `LinearOrder`.
+      separate: Whether each segment has programs of its own.
     """
 
     R: int
     N: int
+    K: int
     format: str
     rows: int
     tiles: LinearTiles
+    segments: int
+    separate: bool
 
     @classmethod
     def of(
@@ -46,13 +56,43 @@ class GemmTiling:
         *,
         is_gated: bool,
         is_adapted: bool,
+        segments: int,
+        counters: int,
     ) -> "GemmTiling":
-        """Returns the tiles of a call."""
+        """Returns the tiles of a call.
+
+        Args:
+          R, N, K: Rows, outputs and inputs.
+          tiles: Tile config.
+          format: Name of the weight format.
+          is_gated, is_adapted: Whether the result is gated, and whether rows have adapters.
+          segments: Segments of the inputs.
+          counters: Number of counters; with fewer than blocks, a program computes all segments.
+
+        Raises:
+          ValueError: The segments are no whole steps.
+        """
         tiles = tiles.narrowed
         rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
-        tiles, rows = LOADERS[format].sized(tiles, rows, K)
-        return cls(R=R, N=N, format=format, rows=rows, tiles=tiles)
+        tiles, rows = LOADERS[format].sized(tiles, rows, K // segments)
+        if segments > 1:
+            if K % (16 * segments):
+                raise ValueError(
+                    f"segments must be multiples of 16 inputs, got {segments} of {K} inputs"
+                )
+            tiles = replace(tiles, depth=math.gcd(tiles.depth, K // segments))
+        tiling = cls(
+            R=R,
+            N=N,
+            K=K,
+            format=format,
+            rows=rows,
+            tiles=tiles,
+            segments=segments,
+            separate=segments > 1 and tiles.separate,
+        )
+        return tiling if tiling.blocks <= counters else replace(tiling, separate=False)
 
     @property
     def row_blocks(self) -> int:
@@ -63,6 +103,11 @@ class GemmTiling:
     def blocks(self) -> int:
         """Returns the blocks of the result."""
         return self.row_blocks * pl.cdiv(self.N, self.tiles.columns)
+
+    @property
+    def programs(self) -> int:
+        """Returns the programs of the blocks; those of a block are consecutive."""
+        return self.blocks * (self.segments if self.separate else 1)
 
 
 class GemmInputs(NamedTuple):
@@ -78,6 +123,7 @@ class GemmInputs(NamedTuple):
       place: See `all_gather.AllGatherArgs`; None if ranks gather nothing, or in a later kernel.
       asks, temperature, tokens: For an LM head, see `lm_head_epilogue.RowOutputs`.
       adapters: See `lora.AdapterOperands`; None without.
+      arrivals: Counters of the blocks of separate segments; None without.
     """
 
     scales: Any
@@ -92,6 +138,7 @@ class GemmInputs(NamedTuple):
     temperature: Any
     tokens: Any
     adapters: Any
+    arrivals: Any
 
 
 class GemmSettings(NamedTuple):
@@ -125,6 +172,7 @@ class GemmResults(NamedTuple):
         fused all-gather `scaled` and `sums` are of all ranks, and `scaled` is the next input.
       left: Block partials of an LM head.
       shrunk: Sums of a shrink within the GEMM, see `lora.AdapterOperands`.
+      segments: Partial sums of separate segments.
     """
 
     out: Any
@@ -132,6 +180,7 @@ class GemmResults(NamedTuple):
     sums: Any
     left: Any
     shrunk: Any
+    segments: Any
 
     @classmethod
     def of(
@@ -157,6 +206,7 @@ class GemmResults(NamedTuple):
             sums=sums,
             left=None if left is None else tuple(left.values()),
             shrunk=None if settings.shrink is None else settings.shrink.sums(R),
+            segments=shape((tiling.segments, R, N), jnp.float32) if tiling.separate else None,
         )
 
     def outputs(

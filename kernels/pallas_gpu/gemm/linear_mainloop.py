@@ -15,18 +15,20 @@ from kernels.pallas_gpu.gemm.lora_shrink import wait_for_sums
 from shared.models.formats.weight_format import PLAIN
 
 
-def sums_of(operands, format, block, is_compiled, adapters, parts, shrink):
-    """Computes the accumulators of a block, `[rows, columns]` for each weight.
+def sums_of(operands, tiling, block, is_compiled, segment):
+    """Computes the accumulators of a block, `[rows, columns]` for each operand of the weight.
 
     Args:
       operands: Arrays of the block and place in the stack, fields of `OperandTiles`.
-      format: Name of the weight format.
+      tiling: Sizes of the call and its tiles.
       block: Block of the result.
       is_compiled: Whether the kernel is compiled, not interpreted.
-      adapters, parts: LoRA adapters of the rows, see `lora.expand`; None without.
-      shrink: Shrink of the first programs, see `lora.shrink_ahead`; None without.
+      segment: Segment of the inputs; None for the sum of all.
+
+    Raises:
+      ValueError: The segments are no whole blocks of the weight format.
     """
-    tiles, rows = block.tiles, block.row.shape[0]
+    tiles, rows, format = block.tiles, block.row.shape[0], tiling.format
     tile = OperandTiles(
         **operands,
         scale_row=block.row,
@@ -35,23 +37,35 @@ def sums_of(operands, format, block, is_compiled, adapters, parts, shrink):
         loads_weight_first=format != PLAIN,
         **LOADERS[format].of_block(block),
     )
-    early = None if adapters is None else _ExpandInputs.of(block, adapters)
     shape = (tile.columns, rows) if tiles.swapped else (rows, tile.columns)
     loader = LOADERS[format](tile, tiles.depth, is_compiled)
-    steps = pl.cdiv(tile.x.shape[1], loader.depth)
-    sums = accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped)
+    segments, steps = tiling.segments, pl.cdiv(tiling.K, loader.depth) // tiling.segments
+    if segments > 1 and tiling.K % (segments * loader.depth):
+        raise ValueError(
+            f"segments of {format} must be multiples of {loader.depth} inputs, got {segments} of "
+            f"{tiling.K} inputs"
+        )
+
+    def chain(number):
+        return accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped, number * steps)
+
+    sums = chain(0 if segment is None else segment)
+    if segment is None:
+        for number in range(1, segments):
+            sums = [total + x for total, x in zip(sums, chain(number), strict=True)]
     if is_compiled:
         sums[0] = let_next_start(sums[0])
-    if tiles.swapped:
-        sums = [x.T for x in sums]
-    if adapters is not None:
-        sums = list(_adapted(sums, early, block, adapters, parts, shrink))
-    if len(sums) < block.weights:
-        sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
-    return sums
+    return [x.T for x in sums] if tiles.swapped else sums
 
 
-class _ExpandInputs(NamedTuple):
+def split_weights(sums, block):
+    """Returns the accumulators of each weight."""
+    if len(sums) == block.weights:
+        return sums
+    return list(lax.split(sums[0], (block.tiles.columns, block.tiles.columns), axis=1))
+
+
+class ExpandInputs(NamedTuple):
     """Inputs of the expand that are loaded before the main loop, to hide their latency.
 
     Attributes:
@@ -65,7 +79,7 @@ class _ExpandInputs(NamedTuple):
     counter: Any
 
     @classmethod
-    def of(cls, block: Any, adapters: Any) -> "_ExpandInputs":
+    def of(cls, block: Any, adapters: Any) -> "ExpandInputs":
         """Loads the inputs of a block."""
         is_row = block.row < block.num_rows
         slots = pltriton.load(adapters.slots.at[block.row], mask=is_row, other=0)
@@ -73,8 +87,15 @@ class _ExpandInputs(NamedTuple):
         return cls(slots, adapters.layer[0], counter)
 
 
-def _adapted(sums, early, block, adapters, parts, shrink):
-    """Continues the accumulators over the inputs of the adapters of the rows."""
+def adapted(sums, early, block, adapters, parts, shrink):
+    """Yields the accumulators, continued over the inputs of the adapters of the rows.
+
+    Args:
+      sums, block: Accumulators of a block, see `sums_of`.
+      early: Inputs that were loaded before the main loop.
+      adapters, parts: LoRA adapters of the rows, see `lora.expand`.
+      shrink: Shrink of the first programs, see `lora.shrink_ahead`; None without.
+    """
     wait = None if shrink is None else partial(wait_for_sums, adapters, early.counter, shrink)
     columns, N = block.tiles.columns, block.outputs
     span = block.weights // len(sums)
@@ -94,19 +115,20 @@ def _adapted(sums, early, block, adapters, parts, shrink):
         yield expand(acc, tile, adapters, parts)
 
 
-def accumulate(loader, shape, count, steps, is_swapped):
-    """Adds the products of all blocks of a tile, for every weight format.
+def accumulate(loader, shape, count, steps, is_swapped, first=0):
+    """Adds the products of the blocks of a tile in one chain from zero, for every weight format.
 
     Args:
       loader: Block loader of the format.
       shape, count: Shape and number of the accumulators.
       steps: Steps along the inputs.
       is_swapped: Whether the operands are swapped (swap-AB).
+      first: First step.
     """
 
     def add(step, state):
         sums, carried = state
-        for number in loader.blocks(step):
+        for number in loader.blocks(first + step):
             after = loader.after(number)
             for x, weights in loader.parts(number, carried):
                 pairs = zip(sums, weights, strict=True)
@@ -115,7 +137,7 @@ def accumulate(loader, shape, count, steps, is_swapped):
         return sums, carried
 
     nothing = (jnp.zeros(shape, jnp.float32),) * count
-    return list(lax.fori_loop(0, steps, add, (nothing, loader.start()))[0])
+    return list(lax.fori_loop(0, steps, add, (nothing, loader.start(first)))[0])
 
 
 def let_next_start(x):

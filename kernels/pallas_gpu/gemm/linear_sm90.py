@@ -13,6 +13,7 @@ of norms before the GEMM and the outputs next to the result after it.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,8 @@ _PROGRAMS = 2
 """Concurrent programs on a multiprocessor, for FP8 and one consumer warpgroup."""
 _JAX = (0, 11)
 """Version of jax with a supported Mosaic GPU; no jax from 0.11 on runs on Python 3.11."""
+_MOST_SUMS = 64 * 32
+"""Maximum accumulators of a warp of a GEMM with segments: 64 registers of a thread."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Registers of a producer thread, and of one thread of every warpgroup together."""
 
@@ -76,6 +79,7 @@ def takes(
     added: Float[jax.Array, "R outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
+    segments: int,
 ) -> bool:
     """Returns whether `linear_sm90` supports a call: bfloat16 or FP8, whole lines, Hopper.
 
@@ -84,11 +88,13 @@ def takes(
 
     `is_plain` states that there is neither a norm before, nor a gate, a bias or an LM-head epilogue
     after it, as swap-AB tiles require. Their rows are fewer than a group of lines, or whole groups.
+    Segments must be whole steps.
     """
     line = LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
     is_supported = is_whole and is_addable and x.dtype == weights.dtype
+    is_supported &= segments == 1 or x.shape[1] % (segments * tiles.depth) == 0
     is_supported &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     if tiles.swapped:
         are_lines = len(x) < LINES or len(x) % LINES == 0
@@ -118,7 +124,7 @@ def has_mosaic() -> bool:
     jax.jit,
     static_argnames=(
         *("num_rows", "first", "out_type", "eps", "is_gated", "activation"),
-        *("factor", "order", "tiles"),
+        *("factor", "order", "tiles", "segments"),
     ),
 )
 def linear_sm90(
@@ -143,6 +149,7 @@ def linear_sm90(
     order: SquaresOrder,
     tiles: LinearTiles,
     asks: RowOutputs | None = None,
+    segments: int = 1,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
@@ -156,6 +163,7 @@ def linear_sm90(
     """
     K, N = x.shape[1], (weights.shape[1] - first) // (2 if is_gated else 1)
     _check(tiles, np.dtype(out_type))
+    tiles = tiles if segments == 1 else _of_segments(tiles)
     R, programs = num_rows or len(x), 1
     row_blocks = pl.cdiv(R, tiles.rows)
     operands = {"x": _pad_to_lines(x), "weights": weights, "layer": layer.reshape(1)}
@@ -207,6 +215,7 @@ def linear_sm90(
         row_blocks=row_blocks,
         blocks=row_blocks * columns,
         steps=pl.cdiv(K, tiles.depth),
+        segments=segments,
         tiles=tiles,
     )
     out, *left = plgpu.kernel(
@@ -226,6 +235,18 @@ def linear_sm90(
     if added is not None:
         return (out, *beside(out, norm, norm_layer, order=order), None)
     return out, None, None, BlockPartials(*asks, *left) if asks else None
+
+
+def _of_segments(tiles: LinearTiles) -> LinearTiles:
+    """Returns tiles of which registers hold both the sum and the accumulators of a segment.
+
+    Fewer columns leave shared memory for more stages.
+    """
+    most = _MOST_SUMS * tiles.warps // tiles.rows
+    if tiles.swapped or tiles.columns <= most:
+        return tiles
+    stages = tiles.stages * (tiles.rows + tiles.columns) // (tiles.rows + most)
+    return replace(tiles, columns=most, stages=stages)
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:

@@ -39,7 +39,8 @@ class GemmTileWork:
       operands, results: Their names, in order.
       outputs, first, is_gated, activation, factor, eps, order: Same as for `product`.
       row_blocks, blocks: Row blocks of the result, and blocks in all.
-      steps: Steps along the inputs.
+      steps: Steps along the inputs, a multiple of the segments.
+      segments: Segments of the inputs, see `LinearOrder`.
     """
 
     operands: tuple[str, ...]
@@ -54,7 +55,13 @@ class GemmTileWork:
     row_blocks: int
     blocks: int
     steps: int
+    segments: int
     tiles: LinearTiles
+
+    @property
+    def segment_steps(self) -> int:
+        """Returns the steps along the inputs of a segment."""
+        return self.steps // self.segments
 
     @property
     def groups(self) -> int:
@@ -191,7 +198,18 @@ def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
 
 def sums_of(shared, work, group, done):
     """Consumer: multiplies a warpgroup's rows with the weight blocks, or transposed for swap-AB."""
-    tiles = work.tiles
+    steps, columns = work.segment_steps, work.tiles.columns
+    sums = _sums_of_segment(shared, work, group, done)
+    for segment in range(1, work.segments):
+        sums = sums + _sums_of_segment(shared, work, group, done + segment * steps)
+    if work.tiles.swapped:
+        return [sums]
+    return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
+
+
+def _sums_of_segment(shared, work, group, done):
+    """Accumulates the blocks of a segment from zero, of all weights side by side."""
+    tiles, steps = work.tiles, work.segment_steps
     rows = tiles.rows // work.groups
     shape = (rows, shared.weight.shape[1])
 
@@ -208,20 +226,17 @@ def sums_of(shared, work, group, done):
             def _free():
                 plgpu.barrier_arrive(shared.free.at[lax.rem(done + k - 1, tiles.stages)])
 
-        lax.fori_loop(0, work.steps, add, None)
+        lax.fori_loop(0, steps, add, None)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.free.at[lax.rem(done + work.steps - 1, tiles.stages)])
-        sums, columns = sums_ref[...], tiles.columns
-        if tiles.swapped:
-            return [sums]
-        return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
+        plgpu.barrier_arrive(shared.free.at[lax.rem(done + steps - 1, tiles.stages)])
+        return sums_ref[...]
 
     return pl.run_scoped(add_all, plgpu.ACC(shape[::-1] if tiles.swapped else shape, jnp.float32))
 
 
 def sums_of_codes(refs, shared, work, group, done, row, column):
     """Same as `sums_of`, for FP8: each block is accumulated from zero, then scaled."""
-    tiles, layer = work.tiles, refs.layer[0]
+    (tiles, steps), layer = (work.tiles, work.segment_steps), refs.layer[0]
     shape = (tiles.rows // work.groups, tiles.columns)
     outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
 
@@ -255,5 +270,10 @@ def sums_of_codes(refs, shared, work, group, done, row, column):
         return sums_after, after
 
     nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    carried = [nothing] * work.weights, scales_at(0)
-    return lax.fori_loop(0, work.steps, add, carried)[0]
+    total, scales = None, scales_at(0)
+    for segment in range(work.segments):
+        carried = [nothing] * work.weights, scales
+        end = (segment + 1) * steps
+        sums, scales = lax.fori_loop(end - steps, end, add, carried)
+        total = sums if total is None else [x + y for x, y in zip(total, sums, strict=True)]
+    return total

@@ -26,6 +26,7 @@ class ShrinkSettings(NamedTuple):
       ranks: Rows of A.
       units: Most units, which are an adapter slot, a block of rows of A and a split of the inputs.
       programs: Programs of the GEMM that compute the shrink, before those of its blocks.
+      waiting: Programs of the GEMM that wait for the sums: one of each block.
     """
 
     tiles: ShrinkTiles
@@ -34,10 +35,11 @@ class ShrinkSettings(NamedTuple):
     ranks: int
     units: int
     programs: int = 0
+    waiting: int = 0
 
-    def before(self, blocks: int) -> "ShrinkSettings":
-        """Returns the settings for a GEMM of some blocks."""
-        return self._replace(programs=programs_ahead(self.units, blocks))
+    def before(self, programs: int, blocks: int) -> "ShrinkSettings":
+        """Returns the settings for a GEMM of some programs and blocks."""
+        return self._replace(programs=programs_ahead(self.units, programs), waiting=blocks)
 
     def sums(self, R: int) -> jax.ShapeDtypeStruct:
         """Returns the shape of the sums of `R` rows."""
@@ -82,25 +84,25 @@ def shrink_ahead(number, x_ref, adapters, settings, interpret):
     lax.fori_loop(0, steps, add, number * 0)
     if not interpret:
         pltriton.debug_barrier()
-    waiting, is_first = pl.num_programs(0) - settings.programs, (number == 0).astype(jnp.int32)
+    is_first = (number == 0).astype(jnp.int32)
     times = is_first * (settings.programs + 1) - 1  # where would make an array
-    pltriton.atomic_add(adapters.arrivals, (counter,), times * waiting)
+    pltriton.atomic_add(adapters.arrivals, (counter,), times * settings.waiting)
 
 
 def wait_for_sums(adapters, counter, settings):
     """Waits until all programs of `shrink_ahead` have stored their sums.
 
-    The program of each block takes 1 off the counter, so that it is zero again after the GEMM. The
+    One program of each block takes 1 off the counter, so that it is zero again after the GEMM. The
     counter is negative until the first program of the shrink has added to it. It is at least the
     number of blocks until all have.
     """
-    waiting, nothing = pl.num_programs(0) - settings.programs, counter * 0
+    nothing = counter * 0
 
     def look(change):
         return pltriton.atomic_add(adapters.arrivals, (counter,), change) + change
 
     def is_early(left):
-        return (left < 0) | (left >= waiting)
+        return (left < 0) | (left >= settings.waiting)
 
     lax.while_loop(is_early, lambda _: look(nothing), look(nothing - 1))
 

@@ -1,0 +1,212 @@
+"""Segments of the inputs in the GEMM kernels of Pallas: their bits, and invalid segments.
+
+Separate programs and one program have the same bits, those of a sum of separate GEMMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kernels.pallas_gpu.gemm import fp8_activations, linear, lora
+from kernels.tiles import LinearTiles
+from shared.models.formats.fp8 import BLOCK, Granularity
+from shared.models.formats.int4_encoding import Int4Encoding
+from shared.models.formats.weight_format import PLAIN
+from shared.spec.reduction_order import SHRINK, SQUARES, parts_of_inputs
+from tests.support.kernels import AS_WRITTEN, INTERPRET, ON_GPU, in_pallas, share_arithmetic
+from tests.support.linear_kernels import Weights, as_w4a16, as_w8a16, normal, plain_weights, tiles
+from tests.support.lora_kernels import adapters
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+
+def as_codes(outputs: int, inputs: int) -> Weights:
+    """Two weights in FP8 (W8A8), with scales of several sizes."""
+    shape = (2, outputs // BLOCK, inputs // BLOCK)
+    scales = np.random.default_rng(5).uniform(0.5, 1, shape).astype(np.float32)
+    values = (normal(1, 2, outputs, inputs) / 8).astype(ml_dtypes.float8_e4m3fn)
+    return Weights("fp8_w8a8", values, scales)
+
+
+FORMATS: dict[str, Callable[[int, int], Weights]] = {
+    "plain": plain_weights,
+    "FP8": partial(as_w8a16, Granularity.BLOCK),
+    "INT4": partial(as_w4a16, Int4Encoding(128, "BF16", has_zeros=False)),
+    "W8A8": as_codes,
+}
+OUTPUTS = 128
+TMA = {"described": True, "persistent": True, "swapped": False}
+COUNTERS = 64
+"""Counters of a call, more than blocks."""
+
+
+def added(
+    x: np.ndarray,
+    weights: Weights,
+    cut: LinearTiles,
+    segments: int,
+    *,
+    num_counters: int = COUNTERS,
+    has_adapters: bool = False,
+    residual: float = 1.0,
+    out_type: str = "bfloat16",
+) -> list[tuple[np.ndarray, ...]]:
+    """Adds a GEMM with the second of two weights to a residual twice, with the same counters.
+
+    Returns:
+      The result, the result times the scale of the next norm, and the sums of squares, of each.
+    """
+    format, values, scales = weights
+    R, K = x.shape
+    N, dtype = values.shape[1], jnp.dtype(out_type)
+    stream, norm = residual * normal(2, R, N), 1 + normal(4, 2, N) / 4
+    own = adapters(3, 16, (N,), K)
+    operands = (own.a, own.b, own.scales, own.factors)
+
+    def run(
+        x: Any, values: Any, scales: Any, stream: Any, operands: tuple[Any, ...]
+    ) -> list[tuple[Any, ...]]:
+        arrivals = jnp.zeros(num_counters, jnp.int32) + (x[0, 0] > 1e30).astype(jnp.int32)
+        x = x.astype(jnp.bfloat16)
+        codes, row_scales = (x, None)
+        if format == "fp8_w8a8":
+            codes, row_scales = fp8_activations.quantised(x, interpret=INTERPRET)
+        results = []
+        for index in range(2):
+            of_rows = None
+            if has_adapters:
+                a, b, sizes, factors = (y[:, None] for y in operands)
+                of_rows = lora.shrink(
+                    x,
+                    a.astype(x.dtype),
+                    b.astype(x.dtype),
+                    sizes,
+                    factors,
+                    jnp.arange(R, dtype=jnp.int32) % 4,
+                    jnp.int32(0),
+                    parts=(N,),
+                    order=SHRINK,
+                    arrivals=arrivals[:1] * 0,
+                    counter=jnp.int32(0),
+                    interpret=INTERPRET,
+                )
+            out, scaled, sums, _ = linear.product(
+                codes,
+                values.astype(x.dtype) if format == PLAIN else values,
+                scales if scales is None or format != "fp8_w8a16" else scales.astype(x.dtype),
+                jnp.int32(1),
+                row_scales,
+                format=format,
+                num_rows=R,
+                first=0,
+                out_type=dtype,
+                factor=1 / (1 + index),
+                added=stream.astype(dtype),
+                norm=jnp.asarray(norm),
+                norm_layer=jnp.int32(1),
+                order=SQUARES,
+                tiles=cut,
+                lora=of_rows,
+                segments=segments,
+                arrivals=arrivals,
+                interpret=INTERPRET,
+            )
+            results.append((out, scaled, sums))
+        return jax.tree.map(lambda y: y.astype(jnp.float32), results)
+
+    program = jax.jit(run, compiler_options=AS_WRITTEN)
+    return jax.tree.map(np.asarray, program(x, values, scales, stream, operands))
+
+
+def check_equal(got: list[tuple[np.ndarray, ...]], want: list[tuple[np.ndarray, ...]]) -> None:
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("segments", [2, 4])
+def test_pallas_segments_are_chains_added_in_order(
+    segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    x, weights = normal(0, 3, 512), plain_weights(OUTPUTS, 512)
+    how = {"residual": 0.0, "out_type": "float32"}
+    want = np.zeros((3, OUTPUTS), np.float32)
+    for part in parts_of_inputs(512, segments):
+        of_part = Weights(PLAIN, weights.values[:, :, part])
+        want += added(x[:, part], of_part, tiles(), 1, **how)[0][0]
+    for is_separate in (False, True):
+        found = added(x, weights, tiles(separate=is_separate), segments, **how)
+        for (got, *_), factor in zip(found, (1, 0.5), strict=True):
+            np.testing.assert_array_equal(got, want * factor)
+    assert (added(x, weights, tiles(), 1, **how)[0][0] != want).any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    in_pallas(
+        [*product(FORMATS, [False, True])], [("plain", True), ("INT4", False), ("W8A8", False)]
+    ),
+    ids=str,
+)
+def test_pallas_separate_segments_bitwise_equal(
+    case: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_arithmetic(monkeypatch)
+    format, has_adapters = case
+    x, weights = normal(0, 20, 512), FORMATS[format](OUTPUTS, 512)
+    how = {"rows": 32, "depth": 64, "widens": False}
+    if format == "W8A8":
+        how |= {"depth": BLOCK, "widens": True}
+    given = {"x": x, "weights": weights, "segments": 2, "has_adapters": has_adapters}
+    given["out_type"] = "float32"
+    want = added(**given, cut=tiles(**how))
+    check_equal(added(**given, cut=tiles(**how, separate=True)), want)
+
+
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="blocks are copied by TMA on a GPU")
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 300, 2048])
+@pytest.mark.parametrize("format", ["plain", "W8A8"])
+def test_pallas_sm90_segments_bitwise_equal(format: str, rows: int) -> None:
+    x, weights = normal(0, rows, 2048), FORMATS[format](384, 2048)
+    given = {"x": x, "weights": weights, "segments": 2}
+    how = {"depth": BLOCK, "stages": 3}
+    want = added(**given, cut=tiles(**how))
+    cuts = [how | {"separate": True}]
+    cuts += [how | TMA | {"rows": 64}, how | TMA | {"rows": 128, "columns": 128, "warps": 8}]
+    if format == "plain":
+        wide = TMA | {"depth": 64, "rows": 128, "warps": 8, "stages": 4}
+        cuts += [wide | {"columns": columns} for columns in (192, 256)]
+        if rows <= 32:
+            cuts.append(TMA | {"swapped": True, "depth": 128, "rows": max(8, rows), "stages": 8})
+    for cut in cuts:
+        check_equal(added(**given, cut=tiles(**cut)), want)
+
+
+def test_pallas_few_counters_keep_segments_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for all segments has the bits of separate ones."""
+    share_arithmetic(monkeypatch)
+    x, weights = normal(0, 3, 512), plain_weights(OUTPUTS, 512)
+    given = {"x": x, "weights": weights, "cut": tiles(separate=True), "segments": 2}
+    check_equal(added(**given, num_counters=1), added(**given))
+
+
+@pytest.mark.parametrize(
+    ("format", "inputs", "why"),
+    [
+        ("plain", 272, "segments must be multiples of 16 inputs, got 2 of 272 inputs"),
+        ("FP8", 384, "segments of fp8_w8a16 must be multiples of 128 inputs, got 2 of 384 inputs"),
+    ],
+)
+def test_pallas_segments_reject_partial_blocks(format: str, inputs: int, why: str) -> None:
+    x, weights = normal(0, 3, inputs), FORMATS[format](OUTPUTS, inputs)
+    with pytest.raises(ValueError, match=why):
+        added(x, weights, tiles(widens=False), 2)
