@@ -30,7 +30,7 @@ from jax_impl.model_weights import (
     VisionEncoderWeights,
     Weights,
 )
-from jax_impl.ops.gemm import linear
+from jax_impl.ops import reads_stacks
 from jax_impl.ops.gemm.linear import Matrix
 from jax_impl.ops.gemm.per_layer import PerLayerTable
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
@@ -272,7 +272,7 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
     is_quantised = isinstance(stacks[name], Matrix)  # kernels read it with rows of this dtype
-    return linear.reads_stacks(loaded.alone["embed"] if is_quantised else stacks[name], device)
+    return reads_stacks(loaded.alone["embed"] if is_quantised else stacks[name], device)
 
 
 # Records of the arrays of a trace

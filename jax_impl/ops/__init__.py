@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS, arrivals_of_experts
 from kernels.rooms import module_in
 from kernels.tiles import Tiles
+from shared.spec import reduction_order
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,6 +140,28 @@ def _first_array(args: tuple[Any, ...]) -> jax.Array:
 def operand(place: Place) -> Int[jax.Array, " 1"]:
     """Returns a layer index as a kernel operand; as a constant it would compile once per layer."""
     return jnp.asarray(place, jnp.int32).reshape(1)
+
+
+def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
+    return kernels_on(device) is not None and is_bfloat16(x)
+
+
+def zeros_of(rows: Float[jax.Array, "R size"], count: int) -> Int[jax.Array, " count"]:
+    """Returns zeros in which kernels of a pass count, and which they reset.
+
+    XLA does not know that kernels count in the zeros, and would make them a constant that programs
+    share. So they are computed from the rows of the pass, by a shift that removes all bits.
+    """
+    bits = lax.bitcast_convert_type(rows[0, 0].astype(jnp.bfloat16), jnp.uint16)
+    return jnp.full((count,), bits.astype(jnp.int32) >> 16)
+
+
+def arrivals_of(rows: Float[jax.Array, "R hidden"]) -> Int[jax.Array, " counters"] | None:
+    """Returns the counters of a stream for GEMMs in segments and for experts; None without."""
+    if reduction_order.LINEAR.segments == 1:
+        return None
+    num_rows, hidden = rows.shape
+    return zeros_of(rows, max(MOST_SEPARATE_BLOCKS, arrivals_of_experts(num_rows, hidden)))
 
 
 class Scale(NamedTuple):

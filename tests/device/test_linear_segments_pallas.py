@@ -6,6 +6,7 @@ Separate programs and one program have the same bits, those of a sum of separate
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,13 +17,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jax_impl.ops
+from jax_impl.ops.gemm import linear as jax_linear
 from kernels.pallas_gpu.gemm import fp8_activations, linear, lora
 from kernels.tiles import LinearTiles
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.weight_format import PLAIN
-from shared.spec.reduction_order import SHRINK, SQUARES, parts_of_inputs
-from tests.support.kernels import AS_WRITTEN, INTERPRET, ON_GPU, in_pallas, share_arithmetic
+from shared.spec import reduction_order
+from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder, parts_of_inputs
+from tests.support.kernels import (
+    AS_WRITTEN,
+    INTERPRET,
+    KERNELS,
+    ON_GPU,
+    bind_kernels,
+    in_pallas,
+    share_arithmetic,
+)
 from tests.support.linear_kernels import Weights, as_w4a16, as_w8a16, normal, plain_weights, tiles
 from tests.support.lora_kernels import adapters
 
@@ -210,3 +222,39 @@ def test_pallas_segments_reject_partial_blocks(format: str, inputs: int, why: st
     x, weights = normal(0, 3, inputs), FORMATS[format](OUTPUTS, inputs)
     with pytest.raises(ValueError, match=why):
         added(x, weights, tiles(widens=False), 2)
+
+
+@pytest.mark.parametrize(("segments", "total"), [(1, 0), (2, 2)])
+def test_jax_linear_add_passes_segments_to_kernel(
+    segments: int, total: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    order = LinearOrder(segments=segments, least=256, unit=64)
+    monkeypatch.setattr(reduction_order, "LINEAR", order)
+    kernels = jax_impl.ops.KERNELS
+    assert kernels is not None  # bound above
+    if INTERPRET:
+        named = {"linear": "product", "layers": "beside"}
+        modules = {
+            module: type("Interpreted", (), {name: partial(function, interpret=True)})
+            for module, name in named.items()
+            for function in [getattr(KERNELS["pallas"][module], name)]
+        }
+        kernels = replace(kernels, **modules)
+    wide = np.zeros((OUTPUTS, 512), np.float32)
+    wide[:, ::128] = 2.0**25, 0, 2, -(2.0**25)  # 2^25 + 2 is rounded to 2^25
+
+    def run(x: jax.Array, wide: jax.Array, rows: jax.Array) -> tuple[jax.Array, ...]:
+        weight, stream = jax_linear.Matrix.plain(wide), jax_linear.kernel_stream(kernels, rows)
+        assert (stream.arrivals is not None) == (segments > 1)
+        once = jax_linear.kernel_added(kernels, x, weight, stream, 1.0, None, 1).rows
+        partial_pass = stream._replace(arrivals=None)
+        return once, *(
+            jax_linear.kernel_linear_add(kernels, x, weight, each).rows
+            for each in (stream, partial_pass)
+        )
+
+    x, rows = np.ones((3, 512), np.float32), np.zeros((3, OUTPUTS), np.float32)
+    once, *found = jax.jit(run, compiler_options=AS_WRITTEN)(x, wide, rows)
+    assert (once == 0).all()
+    assert all((rows == total).all() for rows in found)

@@ -300,9 +300,10 @@ def test_linear_add_in_segments_matches_spec(kind: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(reduction_order, "LINEAR", HALVES)
     want = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
     assert (want != once).any()
-    given = (LONG_X, in_framework(weight), LONG_STREAM, 0.25)
+    found, matrix = [once], in_framework(weight)
+    found += [x.linear_add(LONG_X, matrix, LONG_STREAM, 0.25).rows for x in TWINS.values()]
     # Float32 on both sides: sums of 256 terms in other orders, of numbers up to about 100.
-    for each in (once, *(twin.linear_add(*given).rows for twin in TWINS.values())):
+    for each in found:
         np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-4)
 
 

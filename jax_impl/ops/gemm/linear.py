@@ -4,7 +4,7 @@ Sums are float32; results have the dtype of the rows. On a GPU bfloat16 GEMMs ar
 `jax_impl.ops`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from jax_impl.ops import (
     Norm,
     Place,
     alone,
+    arrivals_of,
     is_bfloat16,
     kernel_or_reference,
-    kernels_on,
     stacked,
 )
 from jax_impl.ops.collectives import all_gather
@@ -176,9 +176,8 @@ def kernel_stream(
     group: TPGroup = SINGLE_RANK,
 ) -> NormedStream:
     scaled, squares = kernels.layers.beside(rows, *stacked(norm), order=SQUARES)
-    return NormedStream(
-        all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group
-    )
+    own, arrivals = all_gather.kept(group, rows, norm), arrivals_of(rows)
+    return NormedStream(own, norm, scaled, squares, count, arrivals, group)
 
 
 def beside_kernels(stream: NormedStream) -> NormedStream:
@@ -190,13 +189,11 @@ def beside_kernels(stream: NormedStream) -> NormedStream:
     return stream._replace(rows=kept, scaled=scaled, squares=squares)
 
 
-def _beside_kernels(plain: Callable[..., NormedStream]) -> Callable[..., NormedStream]:
-    return lambda *args, **how: beside_kernels(plain(*args, **how))
+def _stream_beside_kernels(rows: jax.Array, *args: Any, **how: Any) -> NormedStream:
+    return beside_kernels(plain_stream(rows, *args, **how))._replace(arrivals=arrivals_of(rows))
 
 
-stream = kernel_or_reference(
-    kernel_stream, plain_stream, is_bfloat16, _beside_kernels(plain_stream)
-)
+stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
 
 
 def plain_product(
@@ -241,7 +238,7 @@ def plain_rmsnorm_linear(
 def kernel_rmsnorm_linear(
     kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    return _normed(kernels, stream, eps, weight, None)
+    return _normed(kernels, stream, eps, weight)
 
 
 rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
@@ -267,19 +264,32 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
+    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    return kernel_added(kernels, x, weight, stream, factor, norm, segments)
+
+
+def kernel_added(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: NormedStream,
+    factor: float,
+    norm: Norm | None,
+    segments: int,
+) -> NormedStream:
+    """Same as `linear_add`, with some segments of the inputs."""
     group, own = stream.group, stream.own
     gather = group.on_device.next() if all_gather.gathers_with_squares(group, own) else None
     scale = all_gather.norm_with_squares(group, own, norm)
-    how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    how = {"factor": factor, "added": own, "norm": scale, "gather": gather, "segments": segments}
+    how["arrivals"] = arrivals_of(x) if stream.arrivals is None else stream.arrivals  # partial pass
     return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
 
 
 def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None) -> NormedStream:
-    """Returns the stream after a kernel has added to it.
+    """Returns the stream after a kernel has added to this rank's columns.
 
-    Args:
-      added: This rank's columns; with `gathers_with_squares` also the scaled rows and squares of
-        all.
+    With `gathers_with_squares`, `added` also has the scaled rows and squares of all ranks.
     """
     group, rows = stream.group, added.rows
     if not (group.is_single or all_gather.gathers_with_squares(group, rows)):
@@ -292,8 +302,12 @@ def ended(kernels: Kernels, stream: NormedStream, added: Any, norm: Norm | None)
     return stream.with_next_norm(rows, norm, added.scaled, added.squares)
 
 
+def _added_beside_kernels(*args: Any, **how: Any) -> NormedStream:
+    return beside_kernels(plain_linear_add(*args, **how))
+
+
 linear_add = kernel_or_reference(
-    kernel_linear_add, plain_linear_add, is_bfloat16, _beside_kernels(plain_linear_add)
+    kernel_linear_add, plain_linear_add, is_bfloat16, _added_beside_kernels
 )
 
 
@@ -319,8 +333,10 @@ def kernel_act_and_mul_linear(
 ) -> Float[jax.Array, "R intermediate"]:
     exchange, x, n = stream.group.on_device, stream.factors, activation.num_projections
     if exchange is not None and exchange.fits(len(x), weight.num_outputs // n, x.dtype.itemsize):
-        return _normed(kernels, stream, eps, weight, activation, gather=exchange.next())
-    return all_gather.all_gather(stream.group, _normed(kernels, stream, eps, weight, activation))
+        how = {"activation": activation, "gather": exchange.next()}
+        return _normed(kernels, stream, eps, weight, **how)
+    own = _normed(kernels, stream, eps, weight, activation=activation)
+    return all_gather.all_gather(stream.group, own)
 
 
 act_and_mul_linear = kernel_or_reference(
@@ -359,15 +375,9 @@ def _of_codes(
 
 
 def _normed(
-    kernels: Kernels,
-    stream: NormedStream,
-    eps: float | None,
-    weight: Matrix,
-    activation: Activation | None,
-    gather: Any = None,
+    kernels: Kernels, stream: NormedStream, eps: float | None, weight: Matrix, **how: Any
 ) -> Float[jax.Array, "R outputs"]:
     """Computes the GEMM of the normed rows, or of the rows themselves without `eps`."""
-    how: dict[str, Any] = {"activation": activation, "gather": gather}
     if eps is None:
         return _multiplied(kernels, stream.whole, weight, **how).rows
     stream = completed(kernels, stream)
@@ -384,15 +394,10 @@ def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
 
 
 def _multiplied(
-    kernels: Kernels,
-    x: Float[jax.Array, "R inputs"],
-    weight: Matrix,
-    *,
-    norm: Norm | None = None,
-    **how: Any,
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, **how: Any
 ) -> NormedStream:
-    out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
-    return NormedStream(out, norm, scaled, sums)
+    out, scaled, sums, _ = kernel_products(kernels, x, weight, **how)
+    return NormedStream(out, how.get("norm"), scaled, sums)
 
 
 def kernel_products(
@@ -404,6 +409,7 @@ def kernel_products(
     out_type: np.dtype | type | None = None,
     activation: Activation | None = None,
     norm: Norm | None = None,
+    segments: int = 1,
     **how: Any,
 ) -> tuple[Any, ...]:
     """Runs `kernels.linear.product` with the tile config of the GEMM."""
@@ -415,7 +421,7 @@ def kernel_products(
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
         gated=int(is_gated),
-        one_segment=1,
+        one_segment=int(segments == 1),
     )
     scale, scale_layer = stacked(norm)
     out_type, num_rows = out_type or x.dtype, len(x)
@@ -437,11 +443,8 @@ def kernel_products(
         norm=scale,
         norm_layer=scale_layer,
         order=SQUARES,
+        segments=segments,
         tiles=tiles,
         lora=weight.lora and kernel_shrink(kernels, x, weight.lora, may_join=True),
         **how,
     )
-
-
-def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
-    return kernels_on(device) is not None and is_bfloat16(x)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Float32, Int
 
-from jax_impl.ops import Kernels, Place, cond_any
+from jax_impl.ops import Kernels, Place, cond_any, zeros_of
 from jax_impl.ops.gemm import layers
 from kernels.shrink_tiles import ROWS_WITHIN_GEMM
 from shared.spec.reduction_order import SHRINK
@@ -58,17 +58,10 @@ class PassAdapters(NamedTuple):
         adapters: Mapping[str, AdapterWeights],
         rows: Float[jax.Array, "R hidden"],
     ) -> "PassAdapters | None":
-        """Returns the adapters of a pass; None without `slots`.
-
-        XLA does not know that kernels count in the zeros, and would make them a constant that
-        programs share. So they are computed from the rows of the pass, by a shift that removes all
-        bits.
-        """
+        """Returns the adapters of a pass; None without `slots`."""
         if slots is None:
             return None
-        bits = lax.bitcast_convert_type(rows[0, 0].astype(jnp.bfloat16), jnp.uint16)
-        counters = sum(x.a.shape[1] for x in adapters.values())
-        return cls(slots, jnp.full((counters,), bits.astype(jnp.int32) >> 16))
+        return cls(slots, zeros_of(rows, sum(x.a.shape[1] for x in adapters.values())))
 
 
 class RowAdapters(NamedTuple):

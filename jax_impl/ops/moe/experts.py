@@ -222,7 +222,7 @@ def kernel_added_experts(
     stream = linear.completed(kernels, stream)
     inner = linear.kernel_act_and_mul_linear(kernels, stream, eps, first, config.activation)
     stream = routed(kernels, stream, eps, config, weights, norm)
-    return linear.kernel_linear_add(kernels, inner, last, stream, config.output_factor, norm)
+    return linear.kernel_added(kernels, inner, last, stream, config.output_factor, norm, 1)
 
 
 def _routed(
@@ -289,7 +289,7 @@ def _routed_latents(
     stream = stream._replace(arrivals=arrivals)
     latents = all_gather.all_gather(group, added.rows)
     factor = config.output_factor
-    return linear.kernel_linear_add(kernels, latents, weights.latent_out, stream, factor, norm)
+    return linear.kernel_added(kernels, latents, weights.latent_out, stream, factor, norm, 1)
 
 
 def run_experts(
