@@ -35,8 +35,8 @@ def lowered_layer(count: int, rows: int) -> Lowered:
     boxes, tables = BufferLayout(count, BLOCK_BYTES), Tiles.load("pallas_gpu", MEASURED).linear
 
     def multiply(x: Any, weight: Any, gather: Any, *, is_gated: bool = False, **how: Any) -> Any:
-        outputs, inputs = weight.shape[1] // (2 if is_gated else 1), weight.shape[2]
-        sizes = {"rows": rows, "outputs": outputs, "inputs": inputs, "gated": int(is_gated)}
+        outputs = weight.shape[1] // (2 if is_gated else 1)
+        sizes = {"rows": rows, "outputs": outputs, "gated": int(is_gated), "one_segment": 1}
         zero = jnp.int32(0)
         how = {"squares": None, "added": None, "norm": None} | how
         how |= {"tiles": tables.of(item_bytes=2, **sizes), "gather": gather}

@@ -157,6 +157,7 @@ class Layers:
             rows=self._R,
             outputs=outputs,
             gated=int(product.is_gated),
+            one_segment=1,
         )
         gather = None
         if way == "joined" and name in GATHERED:
@@ -269,7 +270,7 @@ def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -
     for name, product in PRODUCTS.items():
         for count in counts:
             for R in rows:
-                sizes = {"outputs": product.outputs // count, "inputs": product.inputs}
+                sizes = {"outputs": product.outputs // count, "one_segment": 1}
                 usual = table.of(item_bytes=2, rows=R, gated=int(product.is_gated), **sizes)
                 least = max(16, min(1 << (R - 1).bit_length(), 32))
                 jobs += [(name, count, R, usual, {})]

@@ -157,7 +157,7 @@ def test_tile_changes_may_not_fit_other_lines() -> None:
     tiles = Tiles.load("pallas_gpu", MEASURED)
     (line,) = (x for x in tiles.linear.lines if x.tiles.columns == 96 and x.tiles.warps == 4)
     linear = changed(tiles, "linear", {"warps": 8}).linear
-    sizes = {"item_bytes": 2, "gated": 1} | line.at_most
+    sizes = {"item_bytes": 2, "gated": 1, "one_segment": 1} | line.at_most
     assert linear.of(**sizes | {"rows": 1}).warps == 8
     with pytest.raises(ValueError, match="tiles of 96 columns"):
         assert linear.of(**sizes).warps

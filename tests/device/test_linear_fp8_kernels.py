@@ -75,7 +75,7 @@ def test_linear_fp8_tuned_tiles_bitwise_equal(
     given |= {"weights_of": partial(as_w8a16, granularity)}
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
-        sizes_of_call = {"inputs": sizes["K"], "outputs": sizes["N"], "gated": int(kind == "gated")}
+        sizes_of_call = {"outputs": sizes["N"], "gated": int(kind == "gated"), "one_segment": 1}
         cuts = {
             table.of(item_bytes=1, rows=rows, **sizes_of_call) for rows in (1, 20, 50, 200, 600)
         }

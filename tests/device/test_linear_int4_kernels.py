@@ -102,7 +102,7 @@ def test_linear_int4_tuned_tiles_bitwise_equal(
     want = in_bfloat16("triton", cut=tiles(), **given, weights_of=partial(wide, encoding))
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
-        of_call = {"inputs": sizes["K"], "outputs": sizes["N"], "gated": int(kind == "gated")}
+        of_call = {"outputs": sizes["N"], "gated": int(kind == "gated"), "one_segment": 1}
         for cut in {table.of(item_bytes=0.5, rows=x, **of_call) for x in (1, 20, 50, 200, 600)}:
             got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w4a16, encoding))
             for one, other in zip(got, want, strict=True):

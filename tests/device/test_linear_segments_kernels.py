@@ -1,6 +1,7 @@
 """GEMMs with their inputs in segments: equal bits in one program and in separate programs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import torch_impl.ops
+from kernels.tiles import Tiles
 from shared.spec import reduction_order
 from shared.spec.linear import Matrix
 from shared.spec.reduction_order import LinearOrder
@@ -73,6 +75,27 @@ def test_linear_segments_bits_independent_of_programs(
         got = added(language, whole.of_rows(rows), cut, 2)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other[:rows], err_msg=f"{cut}, {rows}")
+
+
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
+@each_language
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (25600, 1280), (4096, 5120)])
+@each_cell
+def test_linear_segments_tuned_tiles_bitwise_equal(
+    format: str, kind: str, inputs: int, outputs: int, language: str
+) -> None:
+    """Each row has the same bits for 1 to 600 rows, in separate programs or in one."""
+    whole = product_of(format, kind, rows=600, inputs=inputs, outputs=outputs)
+    tables = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name())
+    table = tables.fp8_activations if format == "W8A8" else tables.linear
+    sizes = {"outputs": outputs, "gated": 0, "one_segment": 0}
+    sizes |= {"item_bytes": whole.weight.format.item_bytes if format != "plain" else 2}
+    want = added(language, whole, table.of(rows=600, **sizes), 2)
+    for rows in (512, 256, 128, 50, 20, 8, 1):
+        cut, given = table.of(rows=rows, **sizes), whole.of_rows(rows)
+        for tiles in {cut, replace(cut, separate=False)}:
+            for one, other in zip(added(language, given, tiles, 2), want, strict=True):
+                np.testing.assert_array_equal(one, other[:rows], err_msg=f"{tiles}, {rows}")
 
 
 @each_language

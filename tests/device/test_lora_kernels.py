@@ -179,7 +179,8 @@ def test_adapted_tuned_tiles_bitwise_equal(
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
         outputs = sum(parts) // (2 if kind == "gated" else 1)
         for rows in counts:
-            cut = table.of(item_bytes=2, rows=rows, outputs=outputs, gated=int(kind == "gated"))
+            sizes = {"outputs": outputs, "gated": int(kind == "gated"), "one_segment": 1}
+            cut = table.of(item_bytes=2, rows=rows, **sizes)
             lora = RowAdapters(weights, slots[:rows])
             got = multiplied(language, kind, x[:rows], weight, lora, cut, "bfloat16")
             if want is None:  # of whole adapters

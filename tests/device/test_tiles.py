@@ -54,7 +54,7 @@ def test_tile_files_cover_every_call(path: Path, language: str) -> None:
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}
-            sizes |= {"item_bytes": 2}
+            sizes |= {"item_bytes": 2, "one_segment": gated}
             assert tiles.sampling.of(rows=rows).groups >= 1
             for inner, item_bytes in ((512, 1), (768, 2), (64, 4)):
                 of_experts = {"item_bytes": item_bytes, "rows": rows, "inner": inner}
@@ -151,8 +151,8 @@ def test_row_warps_is_power_of_two() -> None:
 
 @pytest.mark.parametrize("change", ["described", "persistent"])
 def test_linear_tiles_reject_separate_copies(change: str) -> None:
-    tiles = Tiles.load("triton_gpu", MEASURED).linear.lines[0].tiles
-    assert not tiles.separate  # optional in a file
-    assert replace(tiles, separate=True).separate
+    lines = [line.tiles for line in Tiles.load("triton_gpu", MEASURED).linear.lines]
+    assert {tiles.separate for tiles in lines} == {False, True}  # optional in a file
+    tiles = next(tiles for tiles in lines if tiles.separate)
     with pytest.raises(ValueError, match="separate tiles must be neither described nor persistent"):
-        replace(tiles, widens=True, separate=True, **{change: True})
+        replace(tiles, widens=True, **{change: True})
