@@ -83,6 +83,7 @@ class ProductCase:
       kind: `normed`, `gated` or `added`.
       rows, inputs, outputs: Of all ranks.
       tiles: How the work is cut.
+      segments: Segments of the inputs.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class ProductCase:
     inputs: int
     outputs: int
     tiles: LinearTiles
+    segments: int = 1
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.rows} x {self.inputs} x {self.outputs}"
@@ -146,4 +148,17 @@ PRODUCT_CASES = tuple(
         ("gated", 33, 12288, 32, False),
     )
 )
-"""One after the other, those of the few rows join the gather, and the last two have one behind."""
+PRODUCT_CASES += tuple(
+    ProductCase(
+        "added",
+        rows,
+        512,
+        outputs,
+        LinearTiles(columns=64, swapped=True, separate=True, **_FEW),
+        segments=2,
+    )
+    for rows, outputs in ((1, 2048), (2, 32768))
+)
+"""One after the other, those of the few rows join the gather, and two have one behind. The last
+two have segments in separate programs, and in one program, as not all programs would be resident.
+"""

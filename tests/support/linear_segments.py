@@ -49,25 +49,27 @@ def in_bfloat16(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
-def product_of(format: str, kind: str, inputs: int = INPUTS) -> Product:
+def product_of(
+    format: str, kind: str, *, rows: int = ROWS, inputs: int = INPUTS, outputs: int = OUTPUTS
+) -> Product:
     """Returns a random GEMM of numbers that are bfloat16."""
-    wide = in_bfloat16(normal(1, OUTPUTS, inputs) / np.float32(inputs**0.5))
+    wide = in_bfloat16(normal(1, outputs, inputs) / np.float32(inputs**0.5))
     if format == "plain":
         weight = Matrix.plain(wide)
     elif format == "W8A8":
-        shape = OUTPUTS // fp8.BLOCK, inputs // fp8.BLOCK
+        shape = outputs // fp8.BLOCK, inputs // fp8.BLOCK
         scales = np.resize(np.arange(3, 10, dtype=np.float32), shape) / np.float32(2**12)
         weight = w8a8_matrix(quantize(wide * 2**9), scales, None)
     else:
         weight = QUANTIZED[format](wide)
-    bias = in_bfloat16(normal(3, OUTPUTS)) if kind == "biased" else None
-    lora = adapters(3, 16, (OUTPUTS,), inputs) if kind == "adapted" else None
+    bias = in_bfloat16(normal(3, outputs)) if kind == "biased" else None
+    lora = adapters(3, 16, (outputs,), inputs) if kind == "adapted" else None
     return Product(
-        x=in_bfloat16(normal(0, ROWS, inputs)),
+        x=in_bfloat16(normal(0, rows, inputs)),
         weight=Matrix(weight.format, weight.planes, bias),
-        lora=lora and RowAdapters(_rounded(lora), np.arange(ROWS) % 4),
-        stream=normal(2, ROWS, OUTPUTS),
-        norm=1 + normal(4, OUTPUTS) / 4,
+        lora=lora and RowAdapters(_rounded(lora), np.arange(rows) % 4),
+        stream=normal(2, rows, outputs),
+        norm=1 + normal(4, outputs) / 4,
     )
 
 

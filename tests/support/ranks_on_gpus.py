@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kernels.peer_buffers import BufferLayout, PeerTimeout
+from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import SQUARES
 from tests.support.gather_cases import CASES, PRODUCT_CASES, Case, ProductCase
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -132,6 +133,8 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
             added=placed(arrays.added),
             norm=None if arrays.norm is None else torch.from_numpy(arrays.norm).to(device),
             order=SQUARES,
+            segments=case.segments,
+            format=PLAIN,
             tiles=case.tiles,
             gather=None
             if own is None
@@ -293,6 +296,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
             norm=None if norm is None else norm[None],
             norm_layer=jnp.int32(0),
             order=SQUARES,
+            format=PLAIN,
             tiles=case.tiles,
             gather=gather,
         )
