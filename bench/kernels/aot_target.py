@@ -167,7 +167,7 @@ def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
         rest = [next(given) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
         return operation(*jax.tree.unflatten(tree, rest))
 
-    with gpu.traced():
+    with gpu.traced(), case.order():
         bound = ops.KERNELS
         assert bound is not None
         table = case.table_in(bound.tiles)
