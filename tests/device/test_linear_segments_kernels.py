@@ -13,11 +13,18 @@ from kernels.tiles import Tiles
 from shared.spec import reduction_order
 from shared.spec.linear import Matrix
 from shared.spec.reduction_order import LinearOrder
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, bind_kernels, share_arithmetic
+from tests.support.kernels import (
+    INTERPRET,
+    KERNELS,
+    ON_GPU,
+    bind_kernels,
+    in_languages,
+    in_pallas,
+    share_arithmetic,
+)
 from tests.support.linear_segments import (
     FORMATS,
     INPUTS,
-    LANGUAGES,
     OUTPUTS,
     added,
     cut_of,
@@ -27,34 +34,36 @@ from tests.support.linear_segments import (
 from torch_impl.ops.gemm import linear
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-each_language = pytest.mark.parametrize("language", LANGUAGES)
 CELLS = [(format, "added") for format in FORMATS] + [("plain", "biased"), ("INT4", "biased")]
 CELLS += [(format, "adapted") for format in ("plain", "FP8")]
-each_cell = pytest.mark.parametrize(("format", "kind"), CELLS)
+each_cell = pytest.mark.parametrize(
+    ("language", "cell"), in_languages(CELLS, [("INT4", "added")]), ids=str
+)
 
 
-def cuts(format: str) -> list[Any]:
+def cuts(format: str, language: str) -> list[Any]:
     """Tiles of one program and of separate programs; W8A8 has only wide ones."""
     wide = {"swapped": False, "rows": 64}
     found = [cut_of(format), cut_of(format, separate=True)]
     found += [cut_of(format, **wide), cut_of(format, separate=True, **wide)]
     if format in ("plain", "W8A8"):
-        found += [cut_of(format, described=True, **wide)]
-        found += [cut_of(format, described=True, persistent=format == "plain", **wide)]
+        copied = wide | {"described": True}
+        found += [cut_of(format, persistent=language == "pallas", **copied)]
+        found += [cut_of(format, persistent=language == "pallas" or format == "plain", **copied)]
     else:
         narrow = {"swapped": False, "rows": 16, "stages": 3}
         found += [cut_of(format, separate=True, **narrow), cut_of(format, **narrow)]
     return found
 
 
-@each_language
 @each_cell
 def test_linear_segments_match_spec(
-    format: str, kind: str, language: str, monkeypatch: pytest.MonkeyPatch
+    cell: tuple[str, str], language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    format, kind = cell
     given = product_of(format, kind).of_rows(20)
     want = specified(given, 2, monkeypatch)
-    for cut in cuts(format)[:3]:
+    for cut in cuts(format, language)[:3]:
         # Float32 sums in other orders, of at most 1,024 terms and of numbers up to 10. An input of
         # an adapter is rounded to bfloat16 in the kernels.
         tolerance = 1e-2 if kind == "adapted" else 1e-5
@@ -62,56 +71,77 @@ def test_linear_segments_match_spec(
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@each_language
 @each_cell
 def test_linear_segments_bits_independent_of_programs(
-    format: str, kind: str, language: str, monkeypatch: pytest.MonkeyPatch
+    cell: tuple[str, str], language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share_arithmetic(monkeypatch)
+    format, kind = cell
     whole = product_of(format, kind)
     want = added(language, whole, cut_of(format), 2)
     assert (want[0] != added(language, whole, cut_of(format), 1)[0]).any()
-    for rows, cut in zip((1, 20, 70, 3, 40), cuts(format)[1:], strict=True):
+    for rows, cut in zip((1, 20, 70, 3, 40), cuts(format, language)[1:], strict=True):
         got = added(language, whole.of_rows(rows), cut, 2)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other[:rows], err_msg=f"{cut}, {rows}")
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")
-@each_language
 @pytest.mark.parametrize(("inputs", "outputs"), [(4096, 4096), (25600, 1280), (4096, 5120)])
-@each_cell
+@pytest.mark.parametrize(("format", "kind"), CELLS)
 def test_linear_segments_tuned_tiles_bitwise_equal(
-    format: str, kind: str, inputs: int, outputs: int, language: str
+    format: str, kind: str, inputs: int, outputs: int
 ) -> None:
-    """Each row has the same bits for 1 to 600 rows, in separate programs or in one."""
+    """Each row has the same bits in both languages, in separate programs or in one."""
     whole = product_of(format, kind, rows=600, inputs=inputs, outputs=outputs)
-    tables = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name())
-    table = tables.fp8_activations if format == "W8A8" else tables.linear
     sizes = {"outputs": outputs, "gated": 0, "one_segment": 0}
     sizes |= {"item_bytes": whole.weight.format.item_bytes if format != "plain" else 2}
-    want = added(language, whole, table.of(rows=600, **sizes), 2)
-    for rows in (512, 256, 128, 50, 20, 8, 1):
-        cut, given = table.of(rows=rows, **sizes), whole.of_rows(rows)
-        for tiles in {cut, replace(cut, separate=False)}:
-            for one, other in zip(added(language, given, tiles, 2), want, strict=True):
-                np.testing.assert_array_equal(one, other[:rows], err_msg=f"{tiles}, {rows}")
+    want = None
+    for language in KERNELS:
+        tables = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name())
+        table = tables.fp8_activations if format == "W8A8" else tables.linear
+        want = want or added(language, whole, table.of(rows=600, **sizes), 2)
+        for rows in (600, 512, 256, 128, 50, 20, 8, 1):
+            cut, given = table.of(rows=rows, **sizes), whole.of_rows(rows)
+            for tiles in {cut, replace(cut, separate=False)}:
+                for one, other in zip(added(language, given, tiles, 2), want, strict=True):
+                    np.testing.assert_array_equal(
+                        one, other[:rows], err_msg=f"{language}, {tiles}, {rows}"
+                    )
 
 
-@each_language
-@pytest.mark.parametrize("is_separate", [False, True])
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize(
-    ("segments", "values", "total"),
-    [
-        (1, (2.0**25, 0, 2, -(2.0**25)), 0),  # 2^25 + 2 is rounded to 2^25
-        (2, (2.0**25, 0, 2, -(2.0**25)), 2),
-        (4, (2.0**25, 2, -(2.0**25), 0), 0),
-        (4, (2.0**25, -(2.0**25), 2, 0), 2),
-    ],
+    "cell", in_pallas(CELLS, [("plain", "adapted"), ("FP8", "added")]), ids=str
 )
-def test_linear_segments_start_from_zero_in_order(
-    segments: int, values: tuple[float, ...], total: float, is_separate: bool, language: str
+def test_linear_segments_bitwise_equal_in_languages(
+    cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    share_arithmetic(monkeypatch)
+    format, kind = cell
+    given = product_of(format, kind).of_rows(20)
+    cuts = cut_of(format, rows=32), cut_of(format, rows=32, separate=True)
+    want = added("triton", given, cuts[0], 2)
+    for language, cut in (("triton", cuts[1]), ("pallas", cuts[0]), ("pallas", cuts[1])):
+        for one, other in zip(added(language, given, cut, 2), want, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=language)
+
+
+ROUNDED = [
+    (1, (2.0**25, 0, 2, -(2.0**25)), 0),  # 2^25 + 2 is rounded to 2^25
+    (2, (2.0**25, 0, 2, -(2.0**25)), 2),
+    (4, (2.0**25, 2, -(2.0**25), 0), 0),
+    (4, (2.0**25, -(2.0**25), 2, 0), 2),
+]
+"""Segments, weights of the first input of each quarter, and their sum."""
+
+
+@pytest.mark.parametrize("is_separate", [False, True])
+@pytest.mark.parametrize(("language", "case"), in_languages(ROUNDED, ROUNDED[1:3]), ids=str)
+def test_linear_segments_start_from_zero_in_order(
+    case: tuple[int, tuple[float, ...], float], is_separate: bool, language: str
+) -> None:
+    segments, values, total = case
     weight = np.zeros((OUTPUTS, INPUTS), np.float32)
     weight[:, :: INPUTS // 4] = values
     given = product_of("plain", "added").of_rows(3)

@@ -1,14 +1,10 @@
-"""Segments of the inputs in the GEMM kernels of Pallas: their bits, and invalid segments.
-
-Separate programs and one program have the same bits, those of a sum of separate GEMMs.
-"""
+"""Segments of the inputs in GEMMs of Pallas alone: WGMMA, counters, and invalid segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import jax
@@ -19,24 +15,21 @@ import pytest
 
 import jax_impl.ops
 from jax_impl.ops.gemm import linear as jax_linear
-from kernels.pallas_gpu.gemm import fp8_activations, linear, lora
+from kernels.pallas_gpu.gemm import fp8_activations, linear
 from kernels.tiles import LinearTiles
 from shared.models.formats.fp8 import BLOCK, Granularity
-from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.weight_format import PLAIN
 from shared.spec import reduction_order
-from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder, parts_of_inputs
+from shared.spec.reduction_order import SQUARES, LinearOrder
 from tests.support.kernels import (
     AS_WRITTEN,
     INTERPRET,
     KERNELS,
     ON_GPU,
     bind_kernels,
-    in_pallas,
     share_arithmetic,
 )
-from tests.support.linear_kernels import Weights, as_w4a16, as_w8a16, normal, plain_weights, tiles
-from tests.support.lora_kernels import adapters
+from tests.support.linear_kernels import Weights, as_w8a16, normal, plain_weights, tiles
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -52,7 +45,6 @@ def as_codes(outputs: int, inputs: int) -> Weights:
 FORMATS: dict[str, Callable[[int, int], Weights]] = {
     "plain": plain_weights,
     "FP8": partial(as_w8a16, Granularity.BLOCK),
-    "INT4": partial(as_w4a16, Int4Encoding(128, "BF16", has_zeros=False)),
     "W8A8": as_codes,
 }
 OUTPUTS = 128
@@ -68,9 +60,6 @@ def added(
     segments: int,
     *,
     num_counters: int = COUNTERS,
-    has_adapters: bool = False,
-    residual: float = 1.0,
-    out_type: str = "bfloat16",
 ) -> list[tuple[np.ndarray, ...]]:
     """Adds a GEMM with the second of two weights to a residual twice, with the same counters.
 
@@ -78,15 +67,10 @@ def added(
       The result, the result times the scale of the next norm, and the sums of squares, of each.
     """
     format, values, scales = weights
-    R, K = x.shape
-    N, dtype = values.shape[1], jnp.dtype(out_type)
-    stream, norm = residual * normal(2, R, N), 1 + normal(4, 2, N) / 4
-    own = adapters(3, 16, (N,), K)
-    operands = (own.a, own.b, own.scales, own.factors)
+    R = len(x)
+    stream, norm = normal(2, R, values.shape[1]), 1 + normal(4, 2, values.shape[1]) / 4
 
-    def run(
-        x: Any, values: Any, scales: Any, stream: Any, operands: tuple[Any, ...]
-    ) -> list[tuple[Any, ...]]:
+    def run(x: Any, values: Any, scales: Any, stream: Any) -> list[tuple[Any, ...]]:
         arrivals = jnp.zeros(num_counters, jnp.int32) + (x[0, 0] > 1e30).astype(jnp.int32)
         x = x.astype(jnp.bfloat16)
         codes, row_scales = (x, None)
@@ -94,23 +78,6 @@ def added(
             codes, row_scales = fp8_activations.quantised(x, interpret=INTERPRET)
         results = []
         for index in range(2):
-            of_rows = None
-            if has_adapters:
-                a, b, sizes, factors = (y[:, None] for y in operands)
-                of_rows = lora.shrink(
-                    x,
-                    a.astype(x.dtype),
-                    b.astype(x.dtype),
-                    sizes,
-                    factors,
-                    jnp.arange(R, dtype=jnp.int32) % 4,
-                    jnp.int32(0),
-                    parts=(N,),
-                    order=SHRINK,
-                    arrivals=arrivals[:1] * 0,
-                    counter=jnp.int32(0),
-                    interpret=INTERPRET,
-                )
             out, scaled, sums, _ = linear.product(
                 codes,
                 values.astype(x.dtype) if format == PLAIN else values,
@@ -120,14 +87,13 @@ def added(
                 format=format,
                 num_rows=R,
                 first=0,
-                out_type=dtype,
+                out_type=x.dtype,
                 factor=1 / (1 + index),
-                added=stream.astype(dtype),
+                added=stream.astype(x.dtype),
                 norm=jnp.asarray(norm),
                 norm_layer=jnp.int32(1),
                 order=SQUARES,
                 tiles=cut,
-                lora=of_rows,
                 segments=segments,
                 arrivals=arrivals,
                 interpret=INTERPRET,
@@ -136,52 +102,12 @@ def added(
         return jax.tree.map(lambda y: y.astype(jnp.float32), results)
 
     program = jax.jit(run, compiler_options=AS_WRITTEN)
-    return jax.tree.map(np.asarray, program(x, values, scales, stream, operands))
+    return jax.tree.map(np.asarray, program(x, values, scales, stream))
 
 
 def check_equal(got: list[tuple[np.ndarray, ...]], want: list[tuple[np.ndarray, ...]]) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("segments", [2, 4])
-def test_pallas_segments_are_chains_added_in_order(
-    segments: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_arithmetic(monkeypatch)
-    x, weights = normal(0, 3, 512), plain_weights(OUTPUTS, 512)
-    how = {"residual": 0.0, "out_type": "float32"}
-    want = np.zeros((3, OUTPUTS), np.float32)
-    for part in parts_of_inputs(512, segments):
-        of_part = Weights(PLAIN, weights.values[:, :, part])
-        want += added(x[:, part], of_part, tiles(), 1, **how)[0][0]
-    for is_separate in (False, True):
-        found = added(x, weights, tiles(separate=is_separate), segments, **how)
-        for (got, *_), factor in zip(found, (1, 0.5), strict=True):
-            np.testing.assert_array_equal(got, want * factor)
-    assert (added(x, weights, tiles(), 1, **how)[0][0] != want).any()
-
-
-@pytest.mark.parametrize(
-    "case",
-    in_pallas(
-        [*product(FORMATS, [False, True])], [("plain", True), ("INT4", False), ("W8A8", False)]
-    ),
-    ids=str,
-)
-def test_pallas_separate_segments_bitwise_equal(
-    case: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_arithmetic(monkeypatch)
-    format, has_adapters = case
-    x, weights = normal(0, 20, 512), FORMATS[format](OUTPUTS, 512)
-    how = {"rows": 32, "depth": 64, "widens": False}
-    if format == "W8A8":
-        how |= {"depth": BLOCK, "widens": True}
-    given = {"x": x, "weights": weights, "segments": 2, "has_adapters": has_adapters}
-    given["out_type"] = "float32"
-    want = added(**given, cut=tiles(**how))
-    check_equal(added(**given, cut=tiles(**how, separate=True)), want)
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="blocks are copied by TMA on a GPU")
@@ -203,12 +129,12 @@ def test_pallas_sm90_segments_bitwise_equal(format: str, rows: int) -> None:
         check_equal(added(**given, cut=tiles(**cut)), want)
 
 
-def test_pallas_few_counters_keep_segments_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program for all segments has the bits of separate ones."""
+def test_pallas_separate_segments_reset_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer counters than blocks one program adds all segments."""
     share_arithmetic(monkeypatch)
     x, weights = normal(0, 3, 512), plain_weights(OUTPUTS, 512)
-    given = {"x": x, "weights": weights, "cut": tiles(separate=True), "segments": 2}
-    check_equal(added(**given, num_counters=1), added(**given))
+    given = {"x": x, "weights": weights, "cut": tiles(separate=True), "segments": 4}
+    check_equal(added(**given), added(**given, num_counters=1))
 
 
 @pytest.mark.parametrize(

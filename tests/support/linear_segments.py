@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,13 +20,11 @@ from shared.spec.linear import Matrix, NormedStream
 from shared.spec.lora import AdapterWeights, RowAdapters
 from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder
 from tests.support.cases.gemm.linear import QUANTIZED
-from tests.support.kernels import KERNELS, ON_GPU
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 from tests.support.linear_kernels import Arrays, normal, tiles
 from tests.support.lora_kernels import adapters
 from tests.support.weight_formats import w8a8_matrix
 
-LANGUAGES = [language for language in KERNELS if language == "triton"]
-"""Languages with segments."""
 ROWS, INPUTS, OUTPUTS, FACTOR = 70, 1024, 256, 0.25
 FORMATS = ("plain", "FP8", "INT4", "AWQ", "MXFP4", "W8A8")
 KINDS = ("added", "biased", "adapted")
@@ -105,8 +105,12 @@ def added(
     segments: int,
     arrivals: torch.Tensor | None = None,
 ) -> Arrays:
-    """Returns the sum, the sum times the scale of the next norm, and its squares, as float32."""
-    assert language in LANGUAGES
+    """Returns the sum, the sum times the scale of the next norm, and its squares, as float32.
+
+    In Pallas the counters are those of the program.
+    """
+    if language == "pallas":
+        return _in_pallas(given, cut, segments)
     device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
 
     def of(x: np.ndarray, kind: torch.dtype | None = None) -> torch.Tensor:
@@ -157,3 +161,66 @@ def added(
     )
     assert given.lora is None or not counter.any()  # the next pass counts from zero
     return tuple(each.cpu().numpy() for each in (out, scaled, sums))
+
+
+def _in_pallas(given: Product, cut: LinearTiles, segments: int) -> Arrays:
+    modules, format = KERNELS["pallas"], given.weight.format
+    planes = dict(given.weight.planes)
+    if format.quantizes_activations:
+        planes[VALUES] = planes[VALUES].view(ml_dtypes.float8_e4m3fn)
+    elif SCALES in planes and planes[SCALES].dtype.kind not in "iu":
+        planes[SCALES] = planes[SCALES].astype(ml_dtypes.bfloat16)
+    elif SCALES not in planes:
+        planes[VALUES] = planes[VALUES].astype(ml_dtypes.bfloat16)
+    arrays: dict[str, Any] = {
+        "x": given.x.astype(ml_dtypes.bfloat16),
+        "planes": {name: plane[None] for name, plane in planes.items()},
+        "bias": given.weight.bias,
+        "added": given.stream,
+        "norm": given.norm[None],
+        "lora": None,
+    }
+    if arrays["bias"] is not None:
+        arrays["bias"] = arrays["bias"][None].astype(ml_dtypes.bfloat16)
+    parts = () if given.lora is None else given.lora.weights.parts
+    if given.lora is not None:
+        own = given.lora.weights
+        matrices = {name: getattr(own, name).astype(ml_dtypes.bfloat16) for name in ("a", "b")}
+        arrays["lora"] = matrices | {"scales": own.scales, "factors": own.factors}
+        arrays["lora"] = {name: x[:, None] for name, x in arrays["lora"].items()}
+        arrays["lora"]["slots"] = given.lora.slots.astype(np.int32)
+
+    def run(
+        x: jax.Array, planes: dict[str, jax.Array], lora: dict[str, jax.Array] | None, **more: Any
+    ) -> list[jax.Array]:
+        layer, row_scales, num_rows = jnp.int32(0), None, len(x)
+        zeros = jnp.zeros(64, jnp.int32) + (x[0, 0] > 1e30).astype(jnp.int32)  # no constant
+        how = {"layer": layer, "interpret": INTERPRET}
+        adapted = lora and modules["lora"].shrink(
+            x, **lora, **how, parts=parts, order=SHRINK, arrivals=zeros * 2, counter=layer
+        )
+        if format.quantizes_activations:
+            x, row_scales = modules["fp8_activations"].quantised(x, interpret=INTERPRET)
+        return modules["linear"].product(
+            x,
+            planes[VALUES],
+            planes.get(SCALES),
+            row_scales=row_scales,
+            format=format.name,
+            num_rows=num_rows,
+            first=0,
+            out_type=jnp.float32,
+            factor=FACTOR,
+            norm_layer=layer,
+            order=SQUARES,
+            segments=segments,
+            arrivals=zeros,
+            tiles=cut,
+            lora=adapted,
+            **how,
+            **more,
+        )[:3]
+
+    program = jax.jit(run, compiler_options=AS_WRITTEN)
+    out, scaled, sums = program(**arrays)
+    return np.asarray(out), np.asarray(scaled), np.asarray(sums)
