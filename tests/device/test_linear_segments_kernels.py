@@ -23,6 +23,7 @@ from tests.support.kernels import (
     share_arithmetic,
 )
 from tests.support.linear_segments import (
+    FACTOR,
     FORMATS,
     INPUTS,
     OUTPUTS,
@@ -105,11 +106,11 @@ def test_linear_segments_tuned_tiles_bitwise_equal(
         )
 
     first = "triton" if "triton" in KERNELS else language
-    want = added(first, whole, tiles_of(first, 600), 2)
+    want = added(first, whole, tiles_of(first, 600), 2, "bfloat16")
     for rows in (600, 512, 256, 128, 50, 20, 8, 1):
         cut, given = tiles_of(language, rows), whole.of_rows(rows)
         for tiles in {cut, replace(cut, separate=False)}:
-            for one, other in zip(added(language, given, tiles, 2), want, strict=True):
+            for one, other in zip(added(language, given, tiles, 2, "bfloat16"), want, strict=True):
                 np.testing.assert_array_equal(one, other[:rows], err_msg=f"{tiles}, {rows}")
 
 
@@ -130,29 +131,33 @@ def test_linear_segments_bitwise_equal_in_languages(
             np.testing.assert_array_equal(one, other, err_msg=language)
 
 
+LATER = tuple(range(512, 1024, 128))
+"""Inputs of the second half, at most one for each instruction of a tensor core."""
 ROUNDED = [
-    (1, (2.0**25, 0, 2, -(2.0**25)), 0),  # 2^25 + 2 is rounded to 2^25
-    (2, (2.0**25, 0, 2, -(2.0**25)), 2),
-    (4, (2.0**25, 2, -(2.0**25), 0), 0),
-    (4, (2.0**25, -(2.0**25), 2, 0), 2),
+    (1, 0, LATER, 0),  # 2^24 + 1 is rounded to 2^24, four times
+    (2, 0, LATER, 4),
+    (4, 0, (256, 512), 0),
+    (4, 512, (0, 256), 2),
 ]
-"""Segments, weights of the first input of each quarter, and their sum."""
+"""Segments, the input with weight 2^24, those with weight 1, and their sum less 2^24."""
 
 
 @pytest.mark.parametrize("is_separate", [False, True])
 @pytest.mark.parametrize(("language", "case"), in_languages(ROUNDED, ROUNDED[1:3]), ids=str)
 def test_linear_segments_start_from_zero_in_order(
-    case: tuple[int, tuple[float, ...], float], is_separate: bool, language: str
+    case: tuple[int, int, tuple[int, ...], float], is_separate: bool, language: str
 ) -> None:
-    segments, values, total = case
+    segments, large, ones, total = case
     weight = np.zeros((OUTPUTS, INPUTS), np.float32)
-    weight[:, :: INPUTS // 4] = values
+    weight[:, large], weight[:, list(ones)] = 2**24, 1
     given = product_of("plain", "added").of_rows(3)
     given = given._replace(
-        x=np.ones_like(given.x), weight=Matrix.plain(weight), stream=0 * given.stream
+        x=np.ones_like(given.x),
+        weight=Matrix.plain(weight),
+        stream=np.full_like(given.stream, -(2**24) * FACTOR),
     )
     got = added(language, given, cut_of("plain", separate=is_separate), segments)[0]
-    np.testing.assert_array_equal(got, np.full_like(got, total / 4))
+    np.testing.assert_array_equal(got, np.full_like(got, total * FACTOR))
 
 
 def check_separate(patch: pytest.MonkeyPatch, spoil: Callable[..., None] | None) -> None:
@@ -164,7 +169,7 @@ def check_separate(patch: pytest.MonkeyPatch, spoil: Callable[..., None] | None)
         spoil(patch, KERNELS["triton"]["linear"])
     arrivals = torch.zeros(8, dtype=torch.int32, device="cuda" if ON_GPU else "cpu")
     for _ in range(2):
-        for one, other in zip(added("triton", given, cut, 4, arrivals), want, strict=True):
+        for one, other in zip(added("triton", given, cut, 4, arrivals=arrivals), want, strict=True):
             np.testing.assert_array_equal(one, other)
     assert not arrivals.any()
 
@@ -223,7 +228,7 @@ def test_linear_segments_detect_planted_fault(
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@pytest.mark.parametrize(("segments", "total"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("segments", "total"), [(1, 0), (2, 4)])
 def test_linear_add_passes_segments_to_kernel(
     segments: int, total: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,15 +238,16 @@ def test_linear_add_passes_segments_to_kernel(
     kernels, device = torch_impl.ops.KERNELS, "cuda" if ON_GPU else "cpu"
     assert kernels is not None  # bound above
     wide = torch.zeros((OUTPUTS, INPUTS), device=device)
-    wide[:, :: INPUTS // 4] = torch.tensor((2.0**25, 0, 2, -(2.0**25)))
+    wide[:, 0], wide[:, list(LATER)] = 2**24, 1
     x, weight = torch.ones((3, INPUTS), device=device), linear.Matrix.plain(wide)
-    stream = linear.kernel_stream(kernels, torch.zeros((3, OUTPUTS), device=device))
+    rows = torch.full((3, OUTPUTS), -(2.0**24), device=device)
+    stream = linear.kernel_stream(kernels, rows)
     assert (stream.arrivals is not None) == (segments > 1)
     found = linear.kernel_linear_add(kernels, x, weight, stream)
     assert (found.rows == total).all()
     once = linear.kernel_added(kernels, x, weight, stream, 1.0, None, 1)
-    for rows in (linear.kernel_product(kernels, x, weight), once.rows):
-        assert (rows == 0).all()
+    assert (once.rows == 0).all()
+    assert (linear.kernel_product(kernels, x, weight) == 2**24).all()
 
 
 def test_linear_segments_reject_partial_steps() -> None:

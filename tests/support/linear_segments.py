@@ -103,6 +103,7 @@ def added(
     given: Product,
     cut: LinearTiles,
     segments: int,
+    out_type: str = "float32",
     arrivals: torch.Tensor | None = None,
 ) -> Arrays:
     """Returns the sum, the sum times the scale of the next norm, and its squares, as float32.
@@ -110,8 +111,8 @@ def added(
     In Pallas the counters are those of the program.
     """
     if language == "pallas":
-        return _in_pallas(given, cut, segments)
-    device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
+        return _in_pallas(given, cut, segments, out_type)
+    device, modules, kind = "cuda" if ON_GPU else "cpu", KERNELS["triton"], getattr(torch, out_type)
 
     def of(x: np.ndarray, kind: torch.dtype | None = None) -> torch.Tensor:
         array = torch.from_numpy(x.copy()).to(device)
@@ -148,10 +149,10 @@ def added(
         scales,
         row_scales,
         format=given.weight.format.name,
-        out_type=torch.float32,
+        out_type=kind,
         bias=None if given.weight.bias is None else of(given.weight.bias, half),
         factor=FACTOR,
-        added=of(given.stream),
+        added=of(given.stream, kind),
         norm=of(given.norm),
         order=SQUARES,
         segments=segments,
@@ -160,10 +161,10 @@ def added(
         lora=lora,
     )
     assert given.lora is None or not counter.any()  # the next pass counts from zero
-    return tuple(each.cpu().numpy() for each in (out, scaled, sums))
+    return tuple(each.float().cpu().numpy() for each in (out, scaled, sums))
 
 
-def _in_pallas(given: Product, cut: LinearTiles, segments: int) -> Arrays:
+def _in_pallas(given: Product, cut: LinearTiles, segments: int, out_type: str) -> Arrays:
     modules, format = KERNELS["pallas"], given.weight.format
     planes = dict(given.weight.planes)
     if format.quantizes_activations:
@@ -176,7 +177,7 @@ def _in_pallas(given: Product, cut: LinearTiles, segments: int) -> Arrays:
         "x": given.x.astype(ml_dtypes.bfloat16),
         "planes": {name: plane[None] for name, plane in planes.items()},
         "bias": given.weight.bias,
-        "added": given.stream,
+        "added": given.stream.astype(jnp.dtype(out_type)),
         "norm": given.norm[None],
         "lora": None,
     }
@@ -209,7 +210,7 @@ def _in_pallas(given: Product, cut: LinearTiles, segments: int) -> Arrays:
             format=format.name,
             num_rows=num_rows,
             first=0,
-            out_type=jnp.float32,
+            out_type=jnp.dtype(out_type),
             factor=FACTOR,
             norm_layer=layer,
             order=SQUARES,
@@ -223,4 +224,4 @@ def _in_pallas(given: Product, cut: LinearTiles, segments: int) -> Arrays:
 
     program = jax.jit(run, compiler_options=AS_WRITTEN)
     out, scaled, sums = program(**arrays)
-    return np.asarray(out), np.asarray(scaled), np.asarray(sums)
+    return tuple(np.asarray(each).astype(np.float32) for each in (out, scaled, sums))
