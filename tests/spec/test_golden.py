@@ -11,7 +11,8 @@ import pytest
 
 from shared.models.checkpoint import open_checkpoint
 from shared.models.families import config_from_folder
-from shared.spec import draft_tree
+from shared.spec import draft_tree, reduction_order
+from shared.spec.reduction_order import LinearOrder
 from tests.support.golden_implementations import HEADS, IMPLEMENTATIONS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -121,6 +122,21 @@ def test_prefill_logits_hidden_and_residuals_match_golden(folder, implementation
     close_logits(folder, got.logits, want["short_logits"])
     close(got.hidden, want["short_hidden"])
     close(got.streams, want["short_layers"])
+
+
+@pytest.mark.parametrize("folder", ["granite", "nemotron_h", "qwen3_5_dense"])
+@pytest.mark.parametrize("name", ["spec", "torch"])
+def test_logits_in_segments_match_golden(name, folder, monkeypatch):
+    """Other orders of the sums move logits, by no more than an implementation does."""
+    want, found = vectors(folder), []
+    for segments in (1, 2):
+        order = LinearOrder(segments=segments, least=16, unit=8)
+        monkeypatch.setattr(reduction_order, "LINEAR", order)
+        golden = IMPLEMENTATIONS[name](GOLDEN / folder, CONTEXTS.get(folder))
+        found.append(golden.prefill(want["short_ids"], None).logits)
+    once, got = found
+    assert (got != once).any()
+    close_logits(folder, got, want["short_logits"])
 
 
 def test_w8a8_logits_match_golden(implementation):
