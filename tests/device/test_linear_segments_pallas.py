@@ -16,6 +16,7 @@ import pytest
 import jax_impl.ops
 from jax_impl.ops.gemm import linear as jax_linear
 from kernels.pallas_gpu.gemm import fp8_activations, linear
+from kernels.pallas_gpu.gemm.linear_launch import GemmTiling
 from kernels.tiles import LinearTiles
 from shared.models.formats.fp8 import BLOCK, Granularity
 from shared.models.formats.weight_format import PLAIN
@@ -148,6 +149,31 @@ def test_pallas_segments_reject_partial_blocks(format: str, inputs: int, why: st
     x, weights = normal(0, 3, inputs), FORMATS[format](OUTPUTS, inputs)
     with pytest.raises(ValueError, match=why):
         added(x, weights, tiles(widens=False), 2)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "counters", "programs", "gathering"),
+    [
+        (4096, 512, 128, 128),
+        (4096, 63, 64, 64),  # fewer counters than blocks
+        (5120, 512, 160, 80),  # more programs than multiprocessors
+    ],
+)
+def test_pallas_segments_that_wait_run_at_once(
+    outputs: int, counters: int, programs: int, gathering: int
+) -> None:
+    tiling = GemmTiling.of(
+        1,
+        outputs,
+        4096,
+        tiles(separate=True),
+        PLAIN,
+        is_gated=False,
+        is_adapted=False,
+        segments=2,
+        counters=counters,
+    )
+    assert (tiling.programs, tiling.with_gather.programs) == (programs, gathering)
 
 
 @pytest.mark.parametrize(("segments", "total"), [(1, 0), (2, 2)])

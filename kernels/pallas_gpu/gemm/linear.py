@@ -6,7 +6,6 @@ neither on the tiles nor on the number of rows (batch-invariant).
 """
 
 import functools
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from kernels.pallas_gpu.collectives.flag_protocol import PeerView
 from kernels.pallas_gpu.gemm.block_loaders import ResultBlock
 from kernels.pallas_gpu.gemm.dequantize import dequantize, is_packed
 from kernels.pallas_gpu.gemm.linear_launch import (
-    MOST_WAITING,
     GemmInputs,
     GemmResults,
     GemmSettings,
@@ -199,8 +197,7 @@ def _is_copied(x, weights, outputs, inputs, settings, tiles, segments):
 def _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret):
     """Launches the kernel; returns the results of `product`."""
     is_joined, warps = joins(tiling, settings, inputs, gather), tiling.tiles.warps
-    if is_joined and tiling.programs > MOST_WAITING:
-        tiling = replace(tiling, separate=False)
+    tiling = tiling.with_gather if is_joined else tiling
     if settings.shrink is not None:
         shrink = settings.shrink.before(tiling.programs, tiling.blocks)
         settings = settings._replace(shrink=shrink)

@@ -18,7 +18,7 @@ from kernels.tiles import LinearTiles
 from shared.models.activation import Activation
 from shared.spec.reduction_order import SquaresOrder
 
-MOST_WAITING = 132
+_MOST_WAITING = 132
 """Maximum programs of separate segments with a fused all-gather, in which the last program of a
 block waits for the same block of other ranks: the multiprocessors of an H100 or H200."""
 
@@ -108,6 +108,11 @@ class GemmTiling:
     def programs(self) -> int:
         """Returns the programs of the blocks; those of a block are consecutive."""
         return self.blocks * (self.segments if self.separate else 1)
+
+    @property
+    def with_gather(self) -> "GemmTiling":
+        """Returns the tiles with a fused all-gather: programs that wait must run at once."""
+        return self if self.programs <= _MOST_WAITING else replace(self, separate=False)
 
 
 class GemmInputs(NamedTuple):
