@@ -182,6 +182,8 @@ def kernel_counted(kernels: Kernels, stream: NormedStream) -> NormedStream:
 
 
 def _counted_beside_kernels(stream: NormedStream) -> NormedStream:
+    if stream.arrivals is not None:  # of GEMMs in segments, and enough: see `arrivals_of`
+        return stream
     size = arrivals_of_experts(*stream.own.shape)
     return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
 
