@@ -6,8 +6,10 @@ from shared.spec.reduction_order import ShrinkOrder
 
 FEW_ROWS = 32
 """Rows of a GEMM tile that loads several adapters at once."""
-ROWS_WITHIN_GEMM = {"jax": 1, "torch": 0}
-"""Most rows of a shrink within a GEMM. For more rows a kernel of its own was faster on an H200."""
+ROWS_WITHIN_GEMM = 1
+"""Most rows of a shrink within a GEMM of Pallas. For more rows, and in Triton, a kernel of its own
+was faster on an H200.
+"""
 _RANKS_AT_ONCE = 64
 """Ranks of these adapters."""
 _SPLIT_ROWS = 128

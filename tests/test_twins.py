@@ -38,8 +38,11 @@ ONE_SIDED_NAMES = {
     "ops/gemm/linear.py::Matrix.plain": "as above",
     "ops/gemm/lora.py::RowAdapters": "as above",
     "ops/gemm/lora.py::RowAdapters.alone": "as above",
-    "ops/gemm/lora.py::PassAdapters.of": "XLA shares equal zeros",
-    "ops/__init__.py::zeros_of": "the same",
+    **{
+        f"ops/gemm/lora.py::{x}": "GEMMs of JAX also compute the shrink of one row"
+        for x in ("PassAdapters", "PassAdapters.of", "kernel_shrink")
+    },
+    "ops/__init__.py::zeros_of": "XLA shares equal zeros",
     "ops/gemm/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "stacked")},
     "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",

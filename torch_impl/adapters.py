@@ -1,6 +1,5 @@
 """LoRA adapters of a model on a device: load steps, and layers with the adapters of a pass."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from shared.models.groups import LayerPlace
 from torch_impl.model_weights import Layer
 from torch_impl.ops.attention.latent_attention import LatentWeights
 from torch_impl.ops.gemm.linear import Matrix
-from torch_impl.ops.gemm.lora import AdapterWeights, PassAdapters, RowAdapters
+from torch_impl.ops.gemm.lora import AdapterWeights, RowAdapters
 from torch_impl.ops.moe.experts import ParallelMLP
 
 Adapters = Mapping[str, AdapterWeights]
@@ -69,14 +68,14 @@ def load(
 
 
 def with_adapters(
-    layer: Layer, at: LayerPlace, adapters: Adapters, slots: PassAdapters | None
+    layer: Layer, at: LayerPlace, adapters: Adapters, slots: Int[Tensor, " R"] | None
 ) -> Layer:
     """Returns a layer with the adapters of a pass.
 
     Args:
       layer, at: The layer, and its place in the stacks.
       adapters: Adapters of the model.
-      slots: Adapters of the rows; None for a pass without adapters.
+      slots: Adapter slot of each row, 0 for none; None for a pass without adapters.
     """
     if slots is None:
         return layer
@@ -109,7 +108,7 @@ def with_row_adapters(
     name: str,
     index: int,
     adapters: Adapters,
-    slots: PassAdapters | None,
+    slots: Int[Tensor, " R"] | None,
 ) -> Matrix:
     """Returns a matrix with its adapters of a pass, if it has some.
 
@@ -120,6 +119,4 @@ def with_row_adapters(
     """
     if slots is None or name not in adapters:
         return matrix
-    before = itertools.takewhile(lambda other: other != name, adapters)
-    arrivals = slots.arrivals[sum(adapters[other].a.shape[1] for other in before) + index]
-    return replace(matrix, lora=RowAdapters(adapters[name].at(index), slots.slots, arrivals))
+    return replace(matrix, lora=RowAdapters(adapters[name].at(index), slots))

@@ -31,7 +31,6 @@ from torch_impl.model_weights import Layer, Weights
 from torch_impl.ops.attention.attention import AttentionRows, Pools
 from torch_impl.ops.gemm import layers, linear, per_layer
 from torch_impl.ops.gemm.layers import ImageEmbeds
-from torch_impl.ops.gemm.lora import PassAdapters
 from torch_impl.ops.moe.experts import counted
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
@@ -182,9 +181,8 @@ def run_layers(
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
         stream = counted(stream)
-    adapted = PassAdapters.of(slots, model.adapters)
     for i, block in enumerate(model.blocks):
-        layer = with_adapters(block.layer, config.places[i], model.adapters, adapted)
+        layer = with_adapters(block.layer, config.places[i], model.adapters, slots)
         if i in kept_streams:
             streams.append(stream.whole)
         if isinstance(block.mixer, NoMixer):

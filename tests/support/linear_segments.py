@@ -128,7 +128,7 @@ def added(
         values = values.to(half)
     lora = None
     if given.lora is not None:
-        own, counter = given.lora.weights, torch.zeros(4, dtype=torch.int32, device=device)
+        own = given.lora.weights
         lora = modules["lora"].shrink(
             x,
             of(own.a, half),
@@ -138,7 +138,6 @@ def added(
             of(given.lora.slots.astype(np.int32)),
             parts=own.parts,
             order=SHRINK,
-            arrivals=counter,
         )
     if given.weight.format.quantizes_activations:
         values = values.view(torch.float8_e4m3fn)
@@ -160,7 +159,6 @@ def added(
         tiles=cut,
         lora=lora,
     )
-    assert given.lora is None or not counter.any()  # the next pass counts from zero
     return tuple(each.float().cpu().numpy() for each in (out, scaled, sums))
 
 

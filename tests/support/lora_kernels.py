@@ -67,7 +67,7 @@ def multiplied(
 ) -> np.ndarray:
     """Runs the kernels, with the second layer of stacks, as float32.
 
-    With `may_join` the GEMM computes the shrink of few rows.
+    With `may_join` the GEMM of Pallas computes the shrink of few rows.
     """
     packed = weight if isinstance(weight, Weights) else Weights(PLAIN, weight[None])
     values = packed.values[-1]
@@ -106,7 +106,7 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         array = torch.from_numpy(x)
         return array.to(device, to if array.is_floating_point() else array.dtype)
 
-    x, arrivals = of(given.x, kind), of(np.zeros(4, np.int32))
+    x = of(given.x, kind)
     if given.lora is not None:
         own, slots = given.lora.weights, given.lora.slots.astype(np.int32)
         how["lora"] = modules["lora"].shrink(
@@ -118,7 +118,6 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
             of(slots),
             parts=own.parts,
             order=SHRINK,
-            arrivals=arrivals if given.may_join else None,
         )
     out, *_ = modules["linear"].product(
         x,
@@ -129,7 +128,6 @@ def _in_triton(given: Product, dtype: str, how: dict[str, Any]) -> np.ndarray:
         out_type=kind,
         **how,
     )
-    assert not arrivals.any()  # the next pass counts from zero
     return out.float().cpu().numpy()
 
 

@@ -33,7 +33,6 @@ from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
 from torch_impl.ops.gemm.layers import ImageEmbeds, embed_tokens, rms_norm
 from torch_impl.ops.gemm.linear import NormedStream, product, rmsnorm_linear
-from torch_impl.ops.gemm.lora import PassAdapters
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
@@ -99,9 +98,8 @@ def mtp(model: Model) -> Head:
         kv: KV,
     ) -> Hidden:
         slots = None if adapters is None else adapters[rows.request]
-        adapted = PassAdapters.of(slots, model.adapters)
-        layer = with_adapters(weights.layer, config.draft_place, model.adapters, adapted)
-        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, adapted)
+        layer = with_adapters(weights.layer, config.draft_place, model.adapters, slots)
+        fc = with_row_adapters(weights.fc, MTP_FC, 0, model.adapters, slots)
         embedded = rms_norm(
             embed_tokens(model.weights.embed, tokens, shown), weights.embedding_norm, eps
         )

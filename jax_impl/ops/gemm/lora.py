@@ -153,7 +153,7 @@ def kernel_shrink(
 
     With `may_join` the GEMM itself computes the shrink of few rows.
     """
-    how, joins = {}, may_join and len(x) <= ROWS_WITHIN_GEMM["jax"]
+    how, joins = {}, may_join and len(x) <= ROWS_WITHIN_GEMM
     if joins and operand.arrivals is not None:
         how = {"arrivals": operand.arrivals, "counter": jnp.asarray(operand.counter, jnp.int32)}
     own, layer = operand.weights, operand.layer

@@ -41,7 +41,6 @@ from kernels.triton_gpu.gemm.linear_mainloop import (
     sum_of_parts,
 )
 from kernels.triton_gpu.gemm.lora import AdapterTile, RowAdapters, expand
-from kernels.triton_gpu.gemm.lora_shrink import leave_sums, shrink_ahead, wait_for_sums
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -143,7 +142,7 @@ def product(
         tiling,
         is_wide=is_wide,
         programs=min(programs, _multiprocessors(x.device)) if is_persistent else programs,
-        sizes=results.sizes(tiling, fused, gather, programs),
+        sizes=results.sizes(tiling, fused, gather),
         squares=squares_chunks(squares, order),
         config=tiling.config(
             is_persistent=is_persistent, is_separate=is_separate, is_interpreted=is_interpreted
@@ -167,8 +166,6 @@ def _launch(
 ) -> None:
     """Launches the kernel of a GEMM, `linear_sm90` if `is_wide`; see `_product_kernel`."""
     blocks = tiling.row_blocks, tiling.blocks
-    if (adapters := how["sizes"].adapters) is not None:
-        programs += adapters.ahead
     if is_wide:
         warps = tiling.tiles.warps
         linear_sm90.launch(x_at, weight_at, args, *blocks, programs=programs, warps=warps, **how)
@@ -223,11 +220,8 @@ def _product_kernel(
 ):
     """One program per block of outputs and rows, or a persistent program per multiprocessor.
 
-    A persistent program copies the next block while it finishes and stores the current one. The
-    programs of a shrink within the GEMM are the first.
+    A persistent program copies the next block while it finishes and stores the current one.
     """
-    adapters: tl.constexpr = sizes.adapters
-    ahead: tl.constexpr = 0 if adapters is None else adapters.ahead
     if config.is_persistent:
         if is_launched:
             gdc_wait()
@@ -247,15 +241,8 @@ def _product_kernel(
                 False,
             )
     else:
-        if ahead > 0:
-            program = tl.program_id(0)
-            if program < ahead:
-                if is_launched:
-                    gdc_wait()
-                shrink_ahead(program, num_rows, args.adapters, adapters)
-                return
         _product_block(
-            tl.program_id(0) - ahead,
+            tl.program_id(0),
             x_at,
             weight_at,
             scales_at,
@@ -291,8 +278,7 @@ def _product_block(
     loads: tl.constexpr = config.loads
     segment = 0
     if config.is_separate:
-        ahead: tl.constexpr = 0 if sizes.adapters is None else sizes.adapters.ahead
-        blocks = (tl.num_programs(0) - ahead) // config.segments
+        blocks = tl.num_programs(0) // config.segments
         segment, number = number // blocks, number % blocks
     tile = _tile_of(number, num_rows, row_blocks, sizes, config)
     rows = tile_rows(tile, x_at, row_scales_at, config)
@@ -334,8 +320,6 @@ def _product_block(
         acc = sum_of_parts(args, tile, number, sizes, config)
         early = _load_early(args, tile, sizes, squares)
         _end_block(acc, acc, early, args, tile, sizes, squares, config)
-    elif sizes.adapters is not None and sizes.adapters.shrink is not None:
-        leave_sums(args.adapters)
 
 
 @triton.jit
@@ -358,9 +342,6 @@ def _end_block(
     rank, call, early, slots = early
     num_rows = tile.num_rows
     if sizes.adapters is not None:
-        adapters: tl.constexpr = sizes.adapters
-        if adapters.shrink is not None:
-            wait_for_sums(args.adapters, adapters)
         acc, more = _adapted(acc, more, slots, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)
     out, norm = finish(acc, more, early, args, tile, sizes, squares)

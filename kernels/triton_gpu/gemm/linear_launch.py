@@ -301,9 +301,9 @@ class GemmResults(NamedTuple):
         )
 
     def sizes(
-        self, tiling: GemmTiling, fused: FusedInputs, gather: AllGatherArgs | None, programs: int
+        self, tiling: GemmTiling, fused: FusedInputs, gather: AllGatherArgs | None
     ) -> GemmSizes:
-        """Returns the problem size, of a GEMM with some programs."""
+        """Returns the problem size."""
         boxes = None if gather is None or self.every is None else gather.boxes
         return GemmSizes(
             N=tiling.N,
@@ -317,7 +317,7 @@ class GemmResults(NamedTuple):
             leaves=0 if self.leaves is None else tiling.column_blocks,
             box=None if boxes is None else PeerLayout.of(boxes),
             pack=tiling.words_at_once(self.out.element_size()),
-            adapters=None if fused.lora is None else fused.lora.sizes_before(programs),
+            adapters=None if fused.lora is None else fused.lora.sizes,
         )
 
 

@@ -1,10 +1,8 @@
 """LoRA adapters of a GEMM: shrink as a kernel, expand within the GEMM (Triton).
 
 The kernel of the shrink computes `A x` for rows grouped by adapter slot: a program has one slot and
-ends if none of its rows has it. For few rows the first programs of the GEMM compute it instead, and
-the others wait for them after their main loops, see `shrink_ahead`. The GEMM kernels continue their
-accumulators over the inputs of the adapters, see `expand`. The grouped GEMMs of experts do too,
-with the shrink of `expert_lora`.
+ends if none of its rows has it. The GEMM kernels continue their accumulators over the inputs of the
+adapters, see `expand`. The grouped GEMMs of experts do too, with the shrink of `expert_lora`.
 Implements `shared.spec.lora`.
 """
 
@@ -18,13 +16,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from kernels.shrink_tiles import (
-    FEW_ROWS,
-    ShrinkTiles,
-    adapters_at_once,
-    is_within_gemm,
-    programs_ahead,
-)
+from kernels.shrink_tiles import FEW_ROWS, ShrinkTiles, adapters_at_once
 from kernels.triton_gpu.gemm.block_loaders import add_product
 from kernels.triton_gpu.gemm.lora_shrink import ShrinkSizes, shrink_kernel
 from shared.spec.reduction_order import ShrinkOrder
@@ -41,7 +33,6 @@ class AdapterOperands(NamedTuple):
       sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one.
       slots: Adapter slot of each row, 0 for none.
       b, scales, factors: Adapters of one weight by slot, see `shared.spec.lora.AdapterWeights`.
-      x, a, arrivals: For a shrink within the GEMM, its rows, rows of A, and counter of programs.
     """
 
     sums: Float32[Tensor, "R splits ranks"]
@@ -49,9 +40,6 @@ class AdapterOperands(NamedTuple):
     b: Float[Tensor, "slots outputs rank"]
     scales: Float32[Tensor, "slots ranks"]
     factors: Float32[Tensor, "slots outputs"]
-    x: Float[Tensor, "R inputs"] | None = None
-    a: Float[Tensor, "slots ranks inputs"] | None = None
-    arrivals: Int[Tensor, " some"] | None = None
 
 
 class AdapterSizes(NamedTuple):
@@ -65,8 +53,6 @@ class AdapterSizes(NamedTuple):
       at_once: Adapters that a tile of few rows loads at once.
       is_next: Whether the GEMM is the kernel after the shrink. It then waits for the shrink after
         its main loop only: the shrink has waited for all kernels before.
-      shrink: Sizes of a shrink within the GEMM; None without.
-      ahead: Programs of the GEMM that compute the shrink, before those of its blocks.
     """
 
     slots: int
@@ -79,8 +65,6 @@ class AdapterSizes(NamedTuple):
     factors: int
     at_once: int
     is_next: bool
-    shrink: ShrinkSizes | None
-    ahead: int
 
 
 class AdapterTile(NamedTuple):
@@ -102,24 +86,16 @@ class RowAdapters(NamedTuple):
       operands: Arrays of the expand.
       parts: Outputs of each part.
       is_next: See `AdapterSizes`.
-      shrink, units: Sizes of a shrink within the GEMM, and its most units, which are an adapter
-        slot, a block of rows of A and a split of the inputs; None after the shrink.
     """
 
     operands: AdapterOperands
     parts: tuple[int, ...]
     is_next: bool = True
-    shrink: ShrinkSizes | None = None
-    units: int = 0
 
     @property
     def sizes(self) -> AdapterSizes:
         """Returns the sizes of the expand."""
-        return self.sizes_before(0)
-
-    def sizes_before(self, blocks: int) -> AdapterSizes:
-        """Returns the sizes of the expand, and of the shrink within a GEMM of some blocks."""
-        sums, _, b, scales, factors, *_ = self.operands
+        sums, _, b, scales, factors = self.operands
         return AdapterSizes(
             slots=len(b),
             splits=sums.shape[1],
@@ -130,9 +106,7 @@ class RowAdapters(NamedTuple):
             scales=scales.stride(0),
             factors=factors.stride(0),
             at_once=adapters_at_once(len(b), b.shape[-1]),
-            is_next=self.is_next and self.shrink is None,
-            shrink=self.shrink,
-            ahead=0 if self.shrink is None else programs_ahead(self.units, blocks),
+            is_next=self.is_next,
         )
 
 
@@ -146,9 +120,8 @@ def shrink(
     *,
     parts: Sequence[int],
     order: ShrinkOrder,
-    arrivals: Int[Tensor, " some"] | None = None,
 ) -> RowAdapters:
-    """Computes `A x` of each row for its own adapter, or leaves that to the GEMM.
+    """Computes `A x` of each row for its own adapter.
 
     Args:
       x: The rows, as the GEMM reads them.
@@ -156,7 +129,6 @@ def shrink(
       slots: Adapter slot of each row, 0 for none.
       parts: Outputs of each part of the weight.
       order: Reduction order.
-      arrivals: Counter for a shrink within the GEMM of few rows, zero before and after the GEMM.
 
     Returns:
       The adapters of the rows, an argument of `linear.product`.
@@ -165,25 +137,20 @@ def shrink(
     tiles = ShrinkTiles.of(R, ranks, K, order)
     sums = torch.empty((R, tiles.splits, ranks), dtype=torch.float32, device=x.device)
     sizes = ShrinkSizes.of(a, tiles, order)
-    operands = AdapterOperands(sums, slots, b, scales, factors)
-    units = sizes.blocks * sizes.splits * min(R, num_slots)
-    if arrivals is not None and is_within_gemm(R, units):
-        within = operands._replace(x=x, a=a, arrivals=arrivals)
-        return RowAdapters(within, tuple(parts), shrink=sizes, units=units)
+    shrunk = RowAdapters(AdapterOperands(sums, slots, b, scales, factors), tuple(parts))
     launching = {"is_launched": False}
     if x.is_cuda:
         launching = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
     shrink_kernel[(sizes.blocks * sizes.splits, triton.cdiv(R, tiles.rows), num_slots)](
         x,
         a,
-        slots,
-        sums,
+        shrunk.operands,
         R,
         sizes=sizes,
         num_warps=tiles.warps,
         **launching,
     )
-    return RowAdapters(operands, tuple(parts))
+    return shrunk
 
 
 @triton.jit

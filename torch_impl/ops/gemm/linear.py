@@ -415,6 +415,6 @@ def kernel_products(
         order=SQUARES,
         segments=segments,
         tiles=tiles,
-        lora=weight.lora and kernel_shrink(kernels, x, weight.lora, may_join=True),
+        lora=weight.lora and kernel_shrink(kernels, x, weight.lora),
         **how,
     )

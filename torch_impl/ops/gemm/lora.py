@@ -1,6 +1,6 @@
 """LoRA adapters as further inputs of a GEMM; same as `shared.spec.lora`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
-from kernels.shrink_tiles import ROWS_WITHIN_GEMM
 from shared.spec.reduction_order import SHRINK
 from torch_impl.ops import Kernels
 from torch_impl.ops.gemm import layers
@@ -37,40 +36,11 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True)
-class PassAdapters:
-    """Adapters of the rows of a pass.
-
-    Attributes:
-      slots: Adapter slot of each row; 0 for none.
-      arrivals: Counters of the adapted GEMMs of few rows, zero before and after each GEMM. A
-        counter is the first element of its row, so that all are aligned alike.
-    """
-
-    slots: Int[Tensor, " R"]
-    arrivals: Int[Tensor, "counters 4"]
-
-    @classmethod
-    def of(
-        cls, slots: Int[Tensor, " R"] | None, adapters: Mapping[str, AdapterWeights]
-    ) -> "PassAdapters | None":
-        """Returns the adapters of a pass; None without `slots`."""
-        if slots is None:
-            return None
-        counters = sum(x.a.shape[1] for x in adapters.values())
-        return cls(slots, slots.new_zeros((counters, 4), dtype=torch.int32))
-
-
-@dataclass(frozen=True)
 class RowAdapters:
-    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row.
-
-    Attributes:
-      arrivals: Counter of this GEMM, see `PassAdapters`; None if it counts none.
-    """
+    """Operand of a GEMM: the adapters of its weight, and the adapter slot of each row."""
 
     weights: AdapterWeights
     slots: Int[Tensor, " R"]
-    arrivals: Int[Tensor, "4"] | None = None
 
     def at(self, place: int) -> "RowAdapters":
         """Returns the operand of one layer of a stack, or of one expert of a layer."""
@@ -128,18 +98,9 @@ def _in_use(operand: RowAdapters) -> Iterable[int]:
     return filter(None, operand.slots.unique().tolist())
 
 
-def kernel_shrink(
-    kernels: Kernels,
-    x: Float[Tensor, "R inputs"],
-    operand: RowAdapters,
-    *,
-    may_join: bool = False,
-) -> Any:
-    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`.
-
-    With `may_join` the GEMM itself computes the shrink of few rows.
-    """
-    own, joins = operand.weights, may_join and len(x) <= ROWS_WITHIN_GEMM["torch"]
+def kernel_shrink(kernels: Kernels, x: Float[Tensor, "R inputs"], operand: RowAdapters) -> Any:
+    """Runs `kernels.lora.shrink`; its result is an argument of `kernels.linear.product`."""
+    own = operand.weights
     return kernels.lora.shrink(
         x,
         own.a,
@@ -149,5 +110,4 @@ def kernel_shrink(
         operand.slots,
         parts=own.parts,
         order=SHRINK,
-        arrivals=operand.arrivals if joins else None,
     )
