@@ -67,6 +67,15 @@ def test_adapted_products_match_spec(case: tuple[str, bool], rank: int, language
     assert changed[lora.slots != others.slots].min() > 0.1
 
 
+@each_language
+def test_forty_adapters_match_spec(language: str) -> None:
+    """A batch has slots 1 and 33, which share a bit of a tile, and slots without such a row."""
+    x, weight, lora = given("product", 20, 40, 16)
+    assert {1, 33} < set(lora.slots)
+    got = multiplied(language, "product", x, weight, lora, tiles())
+    np.testing.assert_allclose(got, specified("product", x, weight, lora), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(("language", "rows"), in_languages([1, 3, 20, 130, 512], [130]), ids=str)
 def test_adapted_row_bits_independent_of_neighbours(
     rows: int, language: str, monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,7 @@ from kernels.triton_gpu.gemm.linear_mainloop import (
     arrives_last,
     sum_of_parts,
 )
-from kernels.triton_gpu.gemm.lora import AdapterTile, RowAdapters, expand
+from kernels.triton_gpu.gemm.lora import RowAdapters, adapter_tile, expand
 from kernels.triton_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, store_partials
 from shared.models.activation import SILU_AND_MUL, Activation
 from shared.models.formats.weight_format import PLAIN
@@ -312,14 +312,12 @@ def _product_block(
     if config.is_swapped:
         acc = tl.trans(acc)
         more = tl.trans(more)
-    if is_launched and waits_late:
-        gdc_wait()
     if not config.is_separate:
-        _end_block(acc, more, early, args, tile, sizes, squares, config)
+        _end_block(acc, more, early, args, tile, sizes, squares, config, is_launched)
     elif arrives_last(acc, args, tile, number, segment, sizes, config):
         acc = sum_of_parts(args, tile, number, sizes, config)
         early = _load_early(args, tile, sizes, squares)
-        _end_block(acc, acc, early, args, tile, sizes, squares, config)
+        _end_block(acc, acc, early, args, tile, sizes, squares, config, is_launched)
 
 
 @triton.jit
@@ -336,13 +334,24 @@ def _load_early(args, tile, sizes: tl.constexpr, squares: tl.constexpr):
 
 @triton.jit
 def _end_block(
-    acc, more, early, args, tile, sizes: tl.constexpr, squares: tl.constexpr, config: tl.constexpr
+    acc,
+    more,
+    early,
+    args,
+    tile,
+    sizes: tl.constexpr,
+    squares: tl.constexpr,
+    config: tl.constexpr,
+    is_launched: tl.constexpr,
 ):
     """Adds the adapters to the sums of a block, applies the epilogue and stores the result."""
     rank, call, early, slots = early
     num_rows = tile.num_rows
     if sizes.adapters is not None:
-        acc, more = _adapted(acc, more, slots, args, tile, sizes, config)
+        rows = adapter_tile(tile.row, slots)
+        if is_launched and sizes.adapters.is_next:
+            gdc_wait()
+        acc, more = _adapted(acc, more, rows, args, tile, sizes, config)
     acc, more = _halves(acc, more, config)
     out, norm = finish(acc, more, early, args, tile, sizes, squares)
     row, column, block = tile.row, tile.column, tile.block
@@ -376,8 +385,8 @@ def _tile_of(number, num_rows, row_blocks, sizes: tl.constexpr, config: tl.const
 
 
 @triton.jit
-def _adapted(acc, more, slots, args, tile, sizes: tl.constexpr, config: tl.constexpr):
-    """Continues the accumulators over the inputs of the adapters of the rows, in `slots`."""
+def _adapted(acc, more, rows, args, tile, sizes: tl.constexpr, config: tl.constexpr):
+    """Continues the accumulators over the inputs of the adapters of the rows."""
     N: tl.constexpr = sizes.N
     adapters: tl.constexpr = sizes.adapters
     last: tl.constexpr = N * (config.width // config.columns)
@@ -386,7 +395,6 @@ def _adapted(acc, more, slots, args, tile, sizes: tl.constexpr, config: tl.const
     is_output = output < N
     output += lane // config.columns * N
     own = args.adapters
-    rows = AdapterTile(row=tile.row, slots=slots)
     acc = expand(acc, output, is_output, 0, last, own, rows, adapters)
     if sizes.is_gated and config.beside > 0:
         more = expand(more, output + N, is_output, N, 2 * N, own, rows, adapters)

@@ -73,10 +73,15 @@ class AdapterTile(NamedTuple):
     Attributes:
       row: Rows of the sums: those of the GEMM, or slots of experts.
       slots: Adapter slot of each row, 0 out of bounds.
+      begin, end: First adapter slot of any row, counted from 0, and the one after the last.
+      used: A bit for every 32nd slot that a row has.
     """
 
     row: Any
     slots: Any
+    begin: Any
+    end: Any
+    used: Any
 
 
 class RowAdapters(NamedTuple):
@@ -95,7 +100,7 @@ class RowAdapters(NamedTuple):
     @property
     def sizes(self) -> AdapterSizes:
         """Returns the sizes of the expand."""
-        sums, _, b, scales, factors = self.operands
+        sums, slots, b, scales, factors = self.operands
         return AdapterSizes(
             slots=len(b),
             splits=sums.shape[1],
@@ -105,7 +110,7 @@ class RowAdapters(NamedTuple):
             b=b.stride(0),
             scales=scales.stride(0),
             factors=factors.stride(0),
-            at_once=adapters_at_once(len(b), b.shape[-1]),
+            at_once=adapters_at_once(min(len(b), len(slots)), b.shape[-1]),
             is_next=self.is_next,
         )
 
@@ -147,10 +152,24 @@ def shrink(
         shrunk.operands,
         R,
         sizes=sizes,
+        expanded=shrunk.sizes,
         num_warps=tiles.warps,
         **launching,
     )
     return shrunk
+
+
+@triton.jit
+def adapter_tile(row, slots):
+    """Returns the rows of a tile with their adapter slots; see `AdapterTile`."""
+    most: tl.constexpr = 2**31 - 1
+    return AdapterTile(
+        row=row,
+        slots=slots,
+        begin=tl.min(tl.where(slots > 0, slots, most), 0) - 1,
+        end=tl.max(slots, 0),
+        used=tl.reduce(tl.where(slots > 0, 1 << ((slots - 1) & 31), 0), 0, _either),
+    )
 
 
 @triton.jit
@@ -209,78 +228,118 @@ def _expand_part(
 def _add_inputs(acc, output, is_output, part: tl.constexpr, adapters, tile, sizes: tl.constexpr):
     """Continues some outputs of one part, with the inputs of all rows loaded once.
 
-    Operands are loaded before the first is used, as each load takes longer than the products.
+    Operands are loaded before the first is used, as each load takes longer than the products. The
+    next adapters are loaded before the products of the current ones.
     """
     at_once: tl.constexpr = sizes.at_once if tile.row.shape[0] <= _FEW_ROWS else 1
     slices: tl.constexpr = sizes.rank // _SLICE
     slots = tile.slots
+    begin, end, used = tile.begin, tile.end, tile.used
+    weights, factors = _zeros(output, at_once, adapters, sizes)
     inputs = ()
-    for step in tl.static_range(slices):
-        rank = part * sizes.rank + step * _SLICE + tl.arange(0, _SLICE)
-        inputs = inputs + (_inputs_of(tile, rank, adapters, sizes),)
-    begin = tl.min(tl.where(slots > 0, slots, sizes.slots + 1), 0) - 1
-    end = tl.max(slots, 0)
+    for _ in tl.static_range(slices):
+        inputs = inputs + (tl.zeros((tile.row.shape[0], _SLICE), adapters.b.dtype.element_ty),)
+    if begin < end:  # always with adapters: one branch of all loads, before layout conversions
+        weights, factors = _load_adapters(
+            used, begin, end, output, is_output, at_once, adapters, sizes
+        )
+        inputs = _inputs_of(tile, part, adapters, sizes)
     for number in tl.range(begin, end, at_once):
-        is_any = number < end  # always: one branch of all loads, before any layout conversion
-        weights, factors = (), ()
+        own_weights, own_factors = weights, factors
+        if number + at_once < end:
+            weights, factors = _load_adapters(
+                used, number + at_once, end, output, is_output, at_once, adapters, sizes
+            )
         for i in tl.static_range(at_once):
-            factor = tl.zeros(output.shape, tl.float32)
-            if is_any:
-                factor = _factor_of(slots, number + i, output, is_output, adapters, sizes)
-            factors = factors + (factor,)
-            for step in tl.static_range(slices):
-                b = tl.zeros((output.shape[0], _SLICE), adapters.b.dtype.element_ty)
-                if is_any:
-                    at = step * _SLICE
-                    b = _weight_of(slots, number + i, output, is_output, at, adapters, sizes)
-                weights = weights + (b,)
-        for i in tl.static_range(at_once):
-            is_own = slots == number + i + 1
-            if tl.max(is_own.to(tl.int32), 0) > 0:
-                sums = acc
+            if _is_used(used, number + i, end):
+                is_own, sums = slots == number + i + 1, acc
                 for step in tl.static_range(slices):
-                    sums = add_product(sums, inputs[step], weights[i * slices + step], False)
-                sums = sums * tl.expand_dims(factors[i], 0)
+                    sums = add_product(sums, inputs[step], own_weights[i * slices + step], False)
+                sums = sums * tl.expand_dims(own_factors[i], 0)
                 acc = tl.where(is_own[:, None] & is_output[None, :], sums, acc)
     return acc
 
 
 @triton.jit
-def _inputs_of(tile, rank, adapters, sizes: tl.constexpr):
-    """Returns `round(s * (A x))` of each row for some rows of A of its own adapter."""
+def _zeros(output, at_once: tl.constexpr, adapters, sizes: tl.constexpr):
+    """Returns zeros for the weights and factors of some adapters."""
+    weights, factors = (), ()
+    for _ in tl.static_range(at_once):
+        factors = factors + (tl.zeros(output.shape, tl.float32),)
+        for _ in tl.static_range(sizes.rank // _SLICE):
+            b = tl.zeros((output.shape[0], _SLICE), adapters.b.dtype.element_ty)
+            weights = weights + (b,)
+    return weights, factors
+
+
+@triton.jit
+def _load_adapters(
+    used,
+    first,
+    end,
+    output,
+    is_output,
+    at_once: tl.constexpr,
+    adapters,
+    sizes: tl.constexpr,
+):
+    """Returns the weights and factors of some adapters, zero if no row has one."""
+    weights, factors = (), ()
+    for i in tl.static_range(at_once):
+        mask = tl.where(_is_used(used, first + i, end), is_output, False)
+        factor = _factor_of(first + i, output, mask, adapters, sizes)
+        factors = factors + (factor,)
+        for step in tl.static_range(sizes.rank // _SLICE):
+            at = step * _SLICE
+            b = _weight_of(first + i, output, mask, at, adapters, sizes)
+            weights = weights + (b,)
+    return weights, factors
+
+
+@triton.jit
+def _inputs_of(tile, part: tl.constexpr, adapters, sizes: tl.constexpr):
+    """Returns `round(s * (A x))` of each row for the rows of A of its own adapter, in slices."""
     splits: tl.constexpr = sizes.splits
     is_own = (tile.slots > 0)[:, None]
     slot = tl.where(tile.slots > 0, tile.slots - 1, 0).to(tl.int64)[:, None]
+    of_slots = adapters.scales + slot * sizes.scales
     of_rows = adapters.sums + tile.row.to(tl.int64)[:, None] * (splits * sizes.ranks)
-    scale = tl.load(adapters.scales + slot * sizes.scales + rank[None, :], mask=is_own, other=0.0)
-    total = tl.zeros(scale.shape, tl.float32)
-    for split in tl.static_range(splits):
-        total += tl.load(of_rows + split * sizes.ranks + rank[None, :], mask=is_own, other=0.0)
-    return (total * scale).to(adapters.b.dtype.element_ty)
+    inputs = ()
+    for step in tl.static_range(sizes.rank // _SLICE):
+        rank = tl.arange(0, _SLICE)[None, :] + (part * sizes.rank + step * _SLICE)
+        scale = tl.load(of_slots + rank, mask=is_own, other=0.0)
+        total = tl.zeros(scale.shape, tl.float32)
+        for split in tl.static_range(splits):
+            total += tl.load(of_rows + split * sizes.ranks + rank, mask=is_own, other=0.0)
+        inputs = inputs + ((total * scale).to(adapters.b.dtype.element_ty),)
+    return inputs
 
 
 @triton.jit
-def _weight_of(slots, number, output, is_output, at: tl.constexpr, adapters, sizes: tl.constexpr):
-    """Returns some columns of B of an adapter, zero if no row has it."""
+def _weight_of(number, output, mask, at: tl.constexpr, adapters, sizes: tl.constexpr):
+    """Returns some columns of B of an adapter, zero where `mask` is not set."""
     lane = at + tl.arange(0, _SLICE)
     of_outputs = adapters.b + tl.cast(number, tl.int64) * sizes.b
     of_outputs += output.to(tl.int64)[:, None] * sizes.rank
-    mask = _if_used(slots, number, is_output)[:, None]
-    return tl.load(of_outputs + lane[None, :], mask=mask, other=0.0)
+    return tl.load(of_outputs + lane[None, :], mask=mask[:, None], other=0.0)
 
 
 @triton.jit
-def _factor_of(slots, number, output, is_output, adapters, sizes: tl.constexpr):
-    """Returns the factor of each output of an adapter, zero if no row has it."""
+def _factor_of(number, output, mask, adapters, sizes: tl.constexpr):
+    """Returns the factor of each output of an adapter, zero where `mask` is not set."""
     of_outputs = adapters.factors + tl.cast(number, tl.int64) * sizes.factors + output
-    return tl.load(of_outputs, mask=_if_used(slots, number, is_output), other=0.0)
+    return tl.load(of_outputs, mask=mask, other=0.0)
 
 
 @triton.jit
-def _if_used(slots, number, is_output):
-    """Returns the mask of outputs if any row has an adapter, and otherwise False."""
-    is_used = tl.max((slots == number + 1).to(tl.int32), 0) > 0
-    return tl.where(is_used, is_output, False)
+def _is_used(used, number, end):
+    """Returns whether a row may have an adapter; `used` has a bit for every 32nd slot."""
+    return (number < end) & (((used >> (number & 31)) & 1) > 0)
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
 
 
 @triton.jit
@@ -321,7 +380,7 @@ def expand_logits(logits, gate, row, is_row, expert, adapters, routing: tl.const
       routing: See `router.RoutingConfig`.
     """
     sizes: tl.constexpr = routing.adapters
-    tile = AdapterTile(row=row, slots=tl.load(adapters.slots + row, mask=is_row, other=0))
+    tile = adapter_tile(row, tl.load(adapters.slots + row, mask=is_row, other=0))
     is_expert = expert < routing.experts
     logits = expand_rows(logits, tile, expert, is_expert, 0, adapters, sizes)
     if routing.is_gated:

@@ -10,6 +10,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.shrink_tiles import ShrinkTiles
 from shared.spec.reduction_order import ShrinkOrder
 
+_PREFETCH_PTX = tl.constexpr("""{ .reg .pred is_any; setp.gt.s32 is_any, $2, 0; mov.b32 $0, $2;
+@is_any cp.async.bulk.prefetch.L2.global [$1], $2; }""")
+"""Copies bytes from an address to the L2 cache, or none."""
+_PIECE = tl.constexpr(2048)
+"""Bytes that a thread copies to the L2 cache."""
+
 
 class ShrinkSizes(NamedTuple):
     """Sizes of the shrink, compile-time constants.
@@ -58,9 +64,14 @@ def shrink_kernel(
     adapters,
     num_rows,
     sizes: tl.constexpr,
+    expanded: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program per slot, block of rows, block of rows of A, and split of the inputs."""
+    """One program per slot, block of rows, block of rows of A, and split of the inputs.
+
+    Programs of the first rows also copy the operands of the expand, of sizes `expanded`, to the L2
+    cache. Otherwise the end of each GEMM program would wait for memory.
+    """
     K: tl.constexpr = sizes.K
     ranks: tl.constexpr = sizes.ranks
     stride: tl.constexpr = sizes.stride
@@ -79,6 +90,8 @@ def shrink_kernel(
         gdc_launch_dependents()
     is_own = tl.load(adapters.slots + row, mask=row < num_rows, other=0) == slot + 1
     if tl.max(is_own.to(tl.int32), 0) > 0:
+        if is_launched and tl.program_id(1) == 0:
+            _prefetch_expand(adapters, slot.to(tl.int64), expanded)
         lane = tl.arange(0, depth)
         of_rows = x_at + row.to(tl.int64)[:, None] * K + lane[None, :]
         of_ranks = a_at + slot.to(tl.int64) * stride + rank[:, None] * K + lane[None, :]
@@ -98,3 +111,33 @@ def shrink_kernel(
             total += acc
         place = (row.to(tl.int64) * splits + split)[:, None] * ranks + rank[None, :]
         tl.store(adapters.sums + place, total, mask=is_own[:, None])
+
+
+@triton.jit
+def _prefetch_expand(adapters, slot, sizes: tl.constexpr):
+    """Copies B, the factors and the scales of an adapter to the L2 cache."""
+    outputs: tl.constexpr = sizes.ends[len(sizes.ends) - 1]
+    _prefetch(adapters.b + slot * sizes.b, outputs * sizes.rank)
+    _prefetch(adapters.factors + slot * sizes.factors, outputs)
+    _prefetch(adapters.scales + slot * sizes.scales, sizes.ranks)
+
+
+@triton.jit
+def _prefetch(at, count: tl.constexpr):
+    """Copies elements to the L2 cache, as one of the programs of a slot.
+
+    Addresses and sizes are rounded down to 16 bytes, as the instruction requires.
+    """
+    size: tl.constexpr = count * at.dtype.element_ty.primitive_bitwidth // 8 // 16 * 16
+    pieces: tl.constexpr = (size + _PIECE - 1) // _PIECE
+    step = tl.num_programs(0)
+    for first in tl.range(tl.program_id(0), pieces, 128 * step):
+        place = (first + tl.arange(0, 128) * step) * _PIECE
+        tl.inline_asm_elementwise(
+            _PREFETCH_PTX,
+            "=r,l,r",
+            [(at.to(tl.int64) + place) & -16, tl.minimum(size - place, _PIECE)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

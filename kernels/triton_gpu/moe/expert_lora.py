@@ -20,8 +20,8 @@ from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.lora import (
     AdapterOperands,
-    AdapterTile,
     RowAdapters,
+    adapter_tile,
     expand,
 )
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, tile_of
@@ -192,5 +192,5 @@ def expand_expert(
         factors=adapters.factors + expert * outputs,
     )
     slots = tl.load(adapters.slots + tile.slots // of_row, mask=is_slot, other=0)
-    rows = AdapterTile(row=tile.slots, slots=slots)
+    rows = adapter_tile(tile.slots, slots)
     return expand(acc, output, is_output, first, last, own, rows, sizes)
