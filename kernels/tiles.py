@@ -201,13 +201,14 @@ class LinearTiles:
       rows, columns: Rows and outputs of a program; fewer rows if a call has fewer. With TMA,
         columns can also be 96 or 192, and rows 8 with swap-AB.
       depth: Inputs per step; for quantised rows some FP8 blocks, added one by one. Packed weights
-        have their own.
+        have their own, unless TMA copies them.
       swapped: Swap-AB: outputs, not rows, are the wide side of the tensor core.
       described: Whether blocks are copied by TMA descriptors; in Pallas by `linear_sm90`, which is
         persistent and has additional producer warps, if it supports the call.
       persistent: Whether a multiprocessor has one program, which processes blocks in turn.
       widens: Whether a separate kernel dequantises a packed weight in memory first. Otherwise it is
-        dequantised in registers, which requires tiles that are neither described nor persistent.
+        dequantised in registers, which requires tiles that are not persistent. Described ones are
+        for swap-AB in Triton, by `linear_packed_sm90` if it supports the call.
       warps, stages: Warps and pipeline stages of the kernel.
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
         which the last adds the segments. Otherwise one program computes all segments of a tile.
@@ -230,7 +231,8 @@ class LinearTiles:
 
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
-        least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": 16, "warps": 1}
+        depth = 256 if self.copies_packed else 16
+        least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": depth, "warps": 1}
         if self.columns in _THREE_HALVES:
             del least["columns"]
             is_tall = self.rows >= 16 * max(4, self.warps)
@@ -240,11 +242,24 @@ class LinearTiles:
                     "rows or more for 4 warps"
                 )
         check_powers_of_two(self, least)
-        if not self.widens and (self.described or self.persistent):
-            raise ValueError("tiles without widens must be neither described nor persistent")
+        if not self.widens and (self.persistent or self.described and not self.swapped):
+            raise ValueError("tiles without widens must be swapped if described, never persistent")
         if self.separate and (self.described or self.persistent):
             raise ValueError("separate tiles must be neither described nor persistent")
-        check_at_least(self, stages=1)
+        check_at_least(self, stages=2 if self.copies_packed else 1)
+
+    @property
+    def copies_packed(self) -> bool:
+        """Returns whether blocks of a packed weight are copied by TMA."""
+        return self.described and not self.widens
+
+    @property
+    def loaded(self) -> "LinearTiles":
+        """Returns the tiles of a kernel that loads blocks of a packed weight without TMA."""
+        if not self.copies_packed:
+            return self
+        rows, stages = max(self.rows, 16), min(self.stages, 4)
+        return replace(self, described=False, swapped=False, rows=rows, depth=128, stages=stages)
 
     @property
     def are_powers_of_two(self) -> bool:

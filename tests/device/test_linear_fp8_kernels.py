@@ -20,6 +20,7 @@ from tests.support.linear_kernels import (
     Weights,
     as_w8a16,
     check_close,
+    copied,
     dequantized,
     dequantized_in_memory,
     in_bfloat16,
@@ -56,9 +57,26 @@ def test_linear_fp8_weight_dequantised_bitwise_equal(
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
     wide = tiles(depth=64 if ON_GPU else 32)
     want = in_bfloat16(language, cut=wide, **given, weights_of=partial(widened, granularity))
-    for cut in (wide, tiles(widens=False), tiles(widens=False, swapped=False)):
+    cuts = [wide, tiles(widens=False), tiles(widens=False, swapped=False)]
+    cuts += [copied(kind)] if language == "triton" else []
+    for cut in cuts:
         got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w8a16, granularity))
         check_close(got, want)
+
+
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="copied by TMA on a GPU"
+)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 8, 20, 50])
+def test_linear_fp8_copied_bitwise_equal(rows: int, kind: str) -> None:
+    given = {"R": rows, "K": 3072, "N": 896, "kind": kind, "out_type": "bfloat16", "first": 0}
+    want = in_bfloat16("triton", cut=tiles(), **given, weights_of=partial(widened, BLOCK))
+    given |= {"weights_of": partial(as_w8a16, BLOCK)}
+    for cut in (copied(kind), copied(kind, stages=2), copied(kind, depth=512)):
+        got = in_bfloat16("triton", cut=cut, **given)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(cut))
 
 
 @pytest.mark.skipif(
@@ -112,7 +130,16 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
     np.testing.assert_array_equal(got, matrix.format.dequantize(matrix.planes)[1])
 
 
-@pytest.mark.parametrize("change", ["described", "persistent"])
-def test_tiles_reject_invalid_widening(change: str) -> None:
-    with pytest.raises(ValueError, match="tiles without widens must be neither described nor"):
-        tiles(**{"widens": False, change: True})
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"persistent": True}, "never persistent"),
+        ({"described": True, "swapped": False, "depth": 256}, "must be swapped if described"),
+        ({"described": True, "depth": 128}, "depth must be a power of two from 256, got 128"),
+        ({"described": True, "depth": 256, "stages": 1}, "stages must be at least 2, got 1"),
+    ],
+    ids=str,
+)
+def test_tiles_reject_invalid_widening(change: dict[str, int], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        tiles(widens=False, **change)

@@ -47,6 +47,13 @@ def tiles(**changed: int | bool) -> LinearTiles:
     return LinearTiles(**(usual | how | changed))
 
 
+def copied(kind: str, **changed: int) -> LinearTiles:
+    """Returns tiles of `linear_packed_sm90`, of one size for all kinds of epilogues."""
+    columns = 32 if "gated" in kind else 64
+    how = {"rows": 64, "depth": 256, "stages": 3, "described": True, "widens": False}
+    return tiles(columns=columns, **(how | changed))
+
+
 def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
     """Runs a function of the Triton kernels on float32 arrays."""
     device = "cuda" if ON_GPU else "cpu"

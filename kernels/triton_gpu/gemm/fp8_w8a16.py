@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 # Converts the bytes of two packed int32 to four pairs of bfloat16 by moving sign, exponent and
-# mantissa, also of subnormal numbers. The result is 2^-120 of the FP8 value.
+# mantissa, also of subnormal numbers. The result is 2^-120 of the FP8 value. A byte above a byte is
+# its sign, eight times.
 _MOVED = tl.constexpr(
-    "{\n.reg .b32 t, m;\n"
+    "{\n.reg .b32 t;\n"
     + "\n".join(
-        f"prmt.b32 t, $4, $5, {pair};\nshr.u32 m, t, 4;\nand.b32 m, m, 0x07f007f0;\n"
-        f"lop3.b32 ${number}, t, 0x80008000, m, 0xea;"
-        for number, pair in enumerate(("0x4400", "0x5511", "0x6622", "0x7733"))
+        f"prmt.b32 t, $4, $5, {pair};\nshl.b32 t, t, 4;\nand.b32 ${number}, t, 0x87f087f0;"
+        for number, pair in enumerate(("0xc480", "0xd591", "0xe6a2", "0xf7b3"))
     )
     + "\n}"
 )

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
-from kernels.triton_gpu.gemm import linear_sm90
+from kernels.triton_gpu.gemm import linear_packed_sm90, linear_sm90
 from kernels.triton_gpu.gemm.block_loaders import is_packed, tile_outputs, tile_rows
 from kernels.triton_gpu.gemm.dequantize import dequantize
 from kernels.triton_gpu.gemm.linear_epilogue import (
@@ -118,10 +118,14 @@ def product(
     is_wide = is_alone and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, segments=segments, tiles=tiles
     )
-    how = {"is_gated": is_gated, "is_wide": is_wide, "is_adapted": lora is not None}
+    is_copied = is_alone and linear_packed_sm90.takes(
+        x, scales, format=format, is_gated=is_gated, segments=segments, tiles=tiles
+    )
+    how = {"is_gated": is_gated, "is_wide": is_wide, "is_copied": is_copied}
+    how |= {"is_adapted": lora is not None}
     tiling = GemmTiling.of(x, weight, scales, tiles, format=format, segments=segments, **how)
     fused = FusedInputs(squares, eps, activation, bias, factor, added, norm, lora)
-    joins = None if tiling.tiles.persistent or is_wide else gather
+    joins = None if tiling.tiles.persistent or is_wide or is_copied else gather
     results = GemmResults.of(x, tiling, out_type, fused, joins, asks, order)
     # Triton 3.6 cannot flatten a loop with a conditional store of logits or conditional adapters. A
     # flattened loop has its operands and the result in shared memory at once, which is too much for
@@ -135,12 +139,13 @@ def product(
     programs = tiling.blocks * (segments if is_separate else 1)
     is_interpreted = not launching(x)["is_launched"]
     _launch(
-        *((x, weight) if is_wide else tiling.described(x, weight)),
+        *((x, weight) if is_wide or is_copied else tiling.described(x, weight)),
         x if scales is None else scales,
         x if row_scales is None else row_scales,
         results.operands(x, fused, gather),
         tiling,
         is_wide=is_wide,
+        is_copied=is_copied,
         programs=min(programs, _multiprocessors(x.device)) if is_persistent else programs,
         sizes=results.sizes(tiling, fused, gather),
         squares=squares_chunks(squares, order),
@@ -161,14 +166,18 @@ def _launch(
     tiling: GemmTiling,
     *,
     is_wide: bool,
+    is_copied: bool,
     programs: int,
     **how: Any,
 ) -> None:
-    """Launches the kernel of a GEMM, `linear_sm90` if `is_wide`; see `_product_kernel`."""
-    blocks = tiling.row_blocks, tiling.blocks
+    """Launches the kernel of a GEMM; see `GemmTiling.of` and `_product_kernel`."""
+    row_blocks, blocks = tiling.row_blocks, tiling.blocks
     if is_wide:
-        warps = tiling.tiles.warps
-        linear_sm90.launch(x_at, weight_at, args, *blocks, programs=programs, warps=warps, **how)
+        how |= {"programs": programs, "warps": tiling.tiles.warps}
+        linear_sm90.launch(x_at, weight_at, args, row_blocks, blocks, **how)
+        return
+    if is_copied:
+        linear_packed_sm90.launch(x_at, weight_at, scales, args, blocks, **how)
         return
     _product_kernel[(programs,)](
         x_at,
@@ -177,7 +186,8 @@ def _launch(
         row_scales,
         args,
         tiling.R,
-        *blocks,
+        row_blocks,
+        blocks,
         num_warps=tiling.tiles.warps,
         **how,
     )

@@ -84,6 +84,7 @@ class GemmTiling:
         format: str,
         is_gated: bool,
         is_wide: bool,
+        is_copied: bool,
         is_adapted: bool,
         segments: int,
     ) -> "GemmTiling":
@@ -91,15 +92,17 @@ class GemmTiling:
 
         Args:
           x, weight, scales, tiles, format, is_gated, segments: See `linear.product`.
-          is_wide: Whether `linear_sm90` runs the call.
+          is_wide, is_copied: Whether `linear_sm90` or `linear_packed_sm90` runs the call.
           is_adapted: Whether rows have adapters.
         """
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-        tiles = tiles if is_wide else tiles.narrowed
-        rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
+        tiles = tiles if is_wide else tiles.narrowed if is_copied else tiles.narrowed.loaded
+        least = 8 if is_copied else 16
+        rows = tiles.rows if is_wide else min(tiles.rows, max(least, triton.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
         stored = format_of(format, 0, weight, scales)
         found, rows, depth = sized(stored, tiles, rows, K, segments)
+        depth = tiles.depth if is_copied else depth
         return cls(
             R=R,
             N=N,
@@ -109,7 +112,9 @@ class GemmTiling:
             rows=rows,
             depth=depth,
             is_gated=is_gated,
-            is_described=tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0,
+            is_described=tiles.described
+            and not is_copied
+            and K * x.element_size() % _DESCRIBED_BYTES == 0,
             segments=segments,
         )
 

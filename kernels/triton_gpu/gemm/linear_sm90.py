@@ -231,14 +231,14 @@ def _multiply(
     of_row = gl.program_id(0) % row_blocks * rows
     scale = of_row
     if squares.count > 0:  # overlaps with the first copies
-        scale = _scale_of(args, of_row, num_rows, sizes, squares, rows, warps)
+        scale = norm_scale(args, of_row, num_rows, sizes, squares, rows, warps)
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
         row = number % row_blocks * rows
         column = number // row_blocks * config.columns
         if squares.count > 0:
             if row != of_row:
-                scale = _scale_of(args, row, num_rows, sizes, squares, rows, warps)
+                scale = norm_scale(args, row, num_rows, sizes, squares, rows, warps)
             of_row = row
         sums = gl.zeros((rows, WIDE), gl.float32, _sums_layout(WIDE, warps))
         more = gl.zeros((rows, NARROW), gl.float32, _sums_layout(NARROW, warps))
@@ -260,14 +260,15 @@ def _multiply(
             done += 1
         sums, more = warpgroup_mma_wait(num_outstanding=0, deps=(sums, more))
         mbarrier.arrive(ring.free.index((done + config.stages - 1) % config.stages), count=1)
-        _store(sums, scale, args, row, column, num_rows, sizes, squares, warps)
-        _store(more, scale, args, row, column + second, num_rows, sizes, squares, warps)
+        store_tile(sums, scale, None, args, row, column, num_rows, sizes, squares, warps)
+        store_tile(more, scale, None, args, row, column + second, num_rows, sizes, squares, warps)
 
 
 @gluon.jit
-def _store(
+def store_tile(
     acc,
     scale,
+    early,
     args,
     first_row,
     first_column,
@@ -276,7 +277,10 @@ def _store(
     squares: gl.constexpr,
     warps: gl.constexpr,
 ):
-    """Applies the epilogue, and stores the result with the inputs of the next norm."""
+    """Applies the epilogue, and stores the result with the inputs of the next norm.
+
+    `early` is the result of `load_added`; None: it is called here.
+    """
     N: gl.constexpr = sizes.N
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
@@ -312,13 +316,14 @@ def _store(
     is_row, is_column = row < num_rows, column < N
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(gl.int64)[:, None] * N + column[None, :]
+    if early is None:
+        early = load_added(args, first_row, first_column, num_rows, rows, columns, sizes, warps)
+    added, norm = early
     if sizes.is_added:
-        added = gl.load(args.added + place, mask=is_inside, other=0.0)
         acc += gl.convert_layout(added, acc.type.layout).to(gl.float32)
     out = gl.convert_layout(acc.to(args.out.dtype.element_ty), lines)
     gl.store(args.out + place, out, mask=is_inside)
     if sizes.is_scaled:
-        norm = gl.load(args.norm + column, mask=is_column, other=0.0)
         read = (out.to(gl.float32) * norm[None, :]).to(out.dtype)
         gl.store(args.scaled + place, read, mask=is_inside)
     if sizes.is_added:
@@ -338,7 +343,33 @@ def _store(
 
 
 @gluon.jit
-def _scale_of(
+def load_added(
+    args,
+    first_row,
+    first_column,
+    num_rows,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+    sizes: gl.constexpr,
+    warps: gl.constexpr,
+):
+    """Loads the residual of a tile and the scale of the next norm, if there are any."""
+    N: gl.constexpr = sizes.N
+    lines: gl.constexpr = _lines_layout(columns, warps)
+    row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, lines))
+    column = first_column + gl.arange(0, columns, layout=gl.SliceLayout(0, lines))
+    added, norm = row, column
+    if sizes.is_added:
+        place = row.to(gl.int64)[:, None] * N + column[None, :]
+        is_inside = (row < num_rows)[:, None] & (column < N)[None, :]
+        added = gl.load(args.added + place, mask=is_inside, other=0.0)
+    if sizes.is_scaled:
+        norm = gl.load(args.norm + column, mask=column < N, other=0.0)
+    return added, norm
+
+
+@gluon.jit
+def norm_scale(
     args,
     first_row,
     num_rows,
