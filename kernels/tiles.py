@@ -208,7 +208,7 @@ class LinearTiles:
       persistent: Whether a multiprocessor has one program, which processes blocks in turn.
       widens: Whether a separate kernel dequantises a packed weight in memory first. Otherwise it is
         dequantised in registers, which requires tiles that are not persistent. Described ones are
-        for swap-AB in Triton, by `linear_packed_sm90` if it supports the call.
+        for swap-AB by `linear_packed_sm90`, if it supports the call.
       warps, stages: Warps and pipeline stages of the kernel.
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
         which the last adds the segments. Otherwise one program computes all segments of a tile.

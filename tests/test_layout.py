@@ -46,8 +46,6 @@ PALLAS_ALONE = {
     "linear_swap_ab",
     "linear_tile",
 }
-TRITON_ALONE = {"linear_packed_sm90"}
-"""Kernels that are not in Pallas yet."""
 TEST_OF_SPEC = {
     "model": "golden",
     "layer_weights": "golden",
@@ -100,7 +98,7 @@ def test_both_backends_have_same_files():
 def test_ops_have_specification_kernels_and_cases():
     ops, kernels = names("jax_impl/ops"), names("kernels/triton_gpu")
     assert ops <= names("shared/spec")
-    assert names("kernels/pallas_gpu") - PALLAS_ALONE == kernels - TRITON_ALONE
+    assert names("kernels/pallas_gpu") - PALLAS_ALONE == kernels
     assert kernels - PARTS <= ops & names("tests/support/cases")
 
 

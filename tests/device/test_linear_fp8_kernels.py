@@ -57,26 +57,25 @@ def test_linear_fp8_weight_dequantised_bitwise_equal(
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
     wide = tiles(depth=64 if ON_GPU else 32)
     want = in_bfloat16(language, cut=wide, **given, weights_of=partial(widened, granularity))
-    cuts = [wide, tiles(widens=False), tiles(widens=False, swapped=False)]
-    cuts += [copied(kind)] if language == "triton" else []
-    for cut in cuts:
+    inside = (tiles(widens=False), tiles(widens=False, swapped=False), copied(language, kind))
+    for cut in (wide, *inside):
         got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w8a16, granularity))
         check_close(got, want)
 
 
-@pytest.mark.skipif(
-    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="copied by TMA on a GPU"
-)
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="blocks are copied by TMA on a GPU")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 8, 20, 50])
-def test_linear_fp8_copied_bitwise_equal(rows: int, kind: str) -> None:
+@pytest.mark.parametrize("rows", [1, 8, 20, 32, 50])
+@each_language
+def test_linear_fp8_copied_bitwise_equal(language: str, rows: int, kind: str) -> None:
+    """Calls that the kernel does not support fall back."""
     given = {"R": rows, "K": 3072, "N": 896, "kind": kind, "out_type": "bfloat16", "first": 0}
-    want = in_bfloat16("triton", cut=tiles(), **given, weights_of=partial(widened, BLOCK))
+    want = in_bfloat16(language, cut=tiles(), **given, weights_of=partial(widened, BLOCK))
     given |= {"weights_of": partial(as_w8a16, BLOCK)}
-    for cut in (copied(kind), copied(kind, stages=2), copied(kind, depth=512)):
-        got = in_bfloat16("triton", cut=cut, **given)
+    for change in ({}, {"stages": 2}, {"depth": 512, "stages": 2}):
+        got = in_bfloat16(language, cut=copied(language, kind, **change), **given)
         for one, other in zip(got, want, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=str(cut))
+            np.testing.assert_array_equal(one, other, err_msg=str(change))
 
 
 @pytest.mark.skipif(

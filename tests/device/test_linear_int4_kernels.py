@@ -85,7 +85,7 @@ def test_linear_int4_weight_dequantised_bitwise_equal(
         tiles(depth=depth),
         tiles(widens=False),
         tiles(widens=False, swapped=False, columns=64),
-        *([copied(kind)] if language == "triton" else []),
+        copied(language, kind),
     ):
         got = in_bfloat16(language, cut=cut, **given, weights_of=partial(as_w4a16, encoding))
         check_close(got, want)
@@ -111,21 +111,23 @@ def test_linear_int4_tuned_tiles_bitwise_equal(
                 np.testing.assert_array_equal(one, other, err_msg=f"{language}, {cut}")
 
 
-@pytest.mark.skipif(
-    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="copied by TMA on a GPU"
-)
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="blocks are copied by TMA on a GPU")
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 8, 20, 50])
-def test_linear_int4_copied_bitwise_equal(rows: int, kind: str, has_zeros: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 8, 20, 32, 50])
+@each_language
+def test_linear_int4_copied_bitwise_equal(
+    language: str, rows: int, kind: str, has_zeros: bool
+) -> None:
+    """Calls that the kernel does not support fall back."""
     encoding = Int4Encoding(128, "BF16", has_zeros=has_zeros)
     given = {"R": rows, "K": 3072, "N": 832, "kind": kind, "out_type": "bfloat16", "first": 0}
-    want = in_bfloat16("triton", cut=tiles(), **given, weights_of=partial(wide, encoding))
+    want = in_bfloat16(language, cut=tiles(), **given, weights_of=partial(wide, encoding))
     given |= {"weights_of": partial(as_w4a16, encoding)}
-    for cut in (copied(kind), copied(kind, stages=2), copied(kind, depth=512)):
-        got = in_bfloat16("triton", cut=cut, **given)
+    for change in ({}, {"stages": 2}, {"depth": 512, "stages": 2}):
+        got = in_bfloat16(language, cut=copied(language, kind, **change), **given)
         for one, other in zip(got, want, strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=str(cut))
+            np.testing.assert_array_equal(one, other, err_msg=str(change))
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")

@@ -10,14 +10,23 @@ from jax.experimental.pallas import triton as pltriton
 
 from shared.models.formats.fp8_w8a16 import SCALE_FACTOR
 
-# Converts one byte of two packed int32 to a pair of bfloat16 by moving sign, exponent and mantissa,
-# also of subnormal numbers. The result is 2^-120 of the FP8 value. Each byte has its own assembly,
-# because jax 0.11.2 nests the list of several results once too often.
-_MOVED = tuple(
-    f"{{\n.reg .b32 t, m;\nprmt.b32 t, $1, $2, {pair};\nshr.u32 m, t, 4;\n"
-    "and.b32 m, m, 0x07f007f0;\nlop3.b32 $0, t, 0x80008000, m, 0xea;\n}"
-    for pair in ("0x4400", "0x5511", "0x6622", "0x7733")
-)
+
+def fp8_assembly(byte, is_scaled):
+    """Returns PTX for two int32: one byte of each as bfloat16, times a scale if `is_scaled`.
+
+    Moves sign, exponent and mantissa, also of subnormal numbers, which makes 2^-120 of the value.
+    """
+    selector = f"0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte}"  # bytes with their signs before them
+    lines = [".reg .b32 t;", f"prmt.b32 t, $1, $2, {selector};", "shl.b32 t, t, 4;"]
+    if is_scaled:
+        lines += ["and.b32 t, t, 0x87f087f0;", "mul.rn.bf16x2 $0, t, $3;"]
+    else:
+        lines.append("and.b32 $0, t, 0x87f087f0;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+# Each byte has its own: jax 0.11.2 nests the list of several results once too often.
+_MOVED = tuple(fp8_assembly(byte, is_scaled=False) for byte in range(4))
 
 
 def four(words, scale, is_compiled):

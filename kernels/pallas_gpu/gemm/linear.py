@@ -24,6 +24,7 @@ from kernels.pallas_gpu.gemm.linear_launch import (
     GemmResults,
     GemmSettings,
     GemmTiling,
+    copied,
     gathered,
     joins,
 )
@@ -33,7 +34,7 @@ from kernels.pallas_gpu.gemm.linear_mainloop import (
     split_weights,
     sums_of,
 )
-from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper, linear_sm90, takes
+from kernels.pallas_gpu.gemm.linear_sm90 import is_on_hopper
 from kernels.pallas_gpu.gemm.linear_tile import Tile, add_segments, preload, store_result
 from kernels.pallas_gpu.gemm.lora import RowAdapters
 from kernels.pallas_gpu.gemm.lora_shrink import shrink_ahead
@@ -152,14 +153,11 @@ def product(
     )
     # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
     # interpreter.
-    may_copy = tiles.described and lora is None and not interpret
-    if may_copy and _is_copied(x, weights, N, inputs, settings, tiles, segments):
-        how = {"squares": squares, "bias": bias, "added": added, "asks": asks, "tiles": tiles}
-        how |= {"norm": norm, "norm_layer": norm_layer, "num_rows": R, **settings._asdict()}
-        how["segments"] = segments
-        del how["parts"], how["shrink"]
-        found = linear_sm90(x, weights, layer, scales, row_scales, **how)
-        return found if gather is None else gathered(*found[:3], gather)
+    if tiles.described and lora is None and not interpret:
+        sizes = (R, N, segments)
+        found = copied(x, weights, layer, inputs, settings, tiles, asks, sizes, format)
+        if found is not None:
+            return found if gather is None else gathered(*found[:3], gather)
     if row_scales is not None and not (interpret or is_on_hopper()):
         raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
     tiling = GemmTiling.of(
@@ -174,24 +172,6 @@ def product(
         counters=0 if arrivals is None else len(arrivals),
     )
     return _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret)
-
-
-def _is_copied(x, weights, outputs, inputs, settings, tiles, segments):
-    """Returns whether `linear_sm90` computes a call."""
-    is_alone = inputs.squares is None and inputs.bias is None and inputs.asks is None
-    return takes(
-        x,
-        weights,
-        outputs=outputs,
-        first=settings.first,
-        out_type=settings.out_type,
-        is_normed=inputs.squares is not None,
-        is_plain=is_alone and not settings.is_gated and settings.activation.is_gated,
-        added=inputs.added,
-        order=settings.order,
-        tiles=tiles,
-        segments=segments,
-    )
 
 
 def _launched(x, weights, layer, inputs, settings, tiling, gather, asks, interpret):

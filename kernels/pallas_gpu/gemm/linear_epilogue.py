@@ -87,6 +87,24 @@ def added_up(parts, digits, axis=1):
     return in_floats(units.sum(axis=axis), exponent, digits)
 
 
+def activated(sums, work):
+    """Applies the activation, or the factor to a result without one."""
+    gate, *up = sums
+    activation, inner = work.activation, gate
+    if not activation.is_gated:
+        positive = jnp.where(gate < 0, 0.0, gate)
+        return product_of(positive, positive)
+    if not work.is_gated:
+        return gate if work.factor == 1 else times(gate, work.factor)
+    if activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
+        cube = times(product_of(product_of(gate, gate), gate), 0.044715)
+        inner = times(sum_of(gate, cube), 1.5957691216057308)
+    if activation.kind == SCALED_SILU:
+        inner = gate = times(gate, activation.alpha)
+    out = divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]
+    return times(out, activation.factor) if activation.kind == SCALED_SILU else out
+
+
 class EpilogueOutputs:
     """Epilogue of a warpgroup's rows of a block, stored part by part."""
 
@@ -247,19 +265,7 @@ class EpilogueOutputs:
             gate, *up = (x * scale for x in (gate, *up))
         if self._work.is_biased:
             gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
-        if not self._work.activation.is_gated:
-            positive = jnp.where(gate < 0, 0.0, gate)
-            return product_of(positive, positive)
-        if not self._work.is_gated:
-            return gate if self._work.factor == 1 else times(gate, self._work.factor)
-        activation, inner = self._work.activation, gate
-        if activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
-            cube = times(product_of(product_of(gate, gate), gate), 0.044715)
-            inner = times(sum_of(gate, cube), 1.5957691216057308)
-        if activation.kind == SCALED_SILU:
-            inner = gate = times(gate, activation.alpha)
-        out = divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]
-        return times(out, activation.factor) if activation.kind == SCALED_SILU else out
+        return activated((gate, *up), self._work)
 
     def _bias(self, number, at):
         """Loads the bias of the columns of a part, of the gate or of the up projection."""

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from kernels.pallas_gpu.collectives.all_gather import AllGatherArgs, all_gather
+from kernels.pallas_gpu.gemm import linear_packed_sm90, linear_sm90
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS
 from kernels.pallas_gpu.gemm.lora_shrink import ShrinkSettings
 from kernels.pallas_gpu.sampling.lm_head_epilogue import BlockPartials, RowOutputs, partial_shapes
@@ -72,7 +73,7 @@ class GemmTiling:
         Raises:
           ValueError: The segments are no whole steps.
         """
-        tiles = tiles.narrowed
+        tiles = tiles.narrowed.loaded
         rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
         tiles, rows = LOADERS[format].sized(tiles, rows, K // segments)
@@ -226,6 +227,39 @@ class GemmResults(NamedTuple):
         if self.out is None:
             return self.scaled, None, None, None
         return self.out, self.scaled, self.sums, None
+
+
+def copied(
+    x: jax.Array,
+    weights: jax.Array,
+    layer: jax.Array,
+    inputs: GemmInputs,
+    settings: GemmSettings,
+    tiles: LinearTiles,
+    asks: RowOutputs | None,
+    sizes: tuple[int, int, int],
+    format: str,
+) -> tuple[Any, Any, Any, Any] | None:
+    """Returns the results of a kernel that copies blocks by TMA; None if none supports a call.
+
+    `sizes` are rows, outputs and segments.
+    """
+    (R, N, segments), has_norm = sizes, inputs.squares is not None
+    is_plain = inputs.bias is None and asks is None
+    how = settings._asdict() | {"squares": inputs.squares, "added": inputs.added, "tiles": tiles}
+    how |= {"norm": inputs.norms, "norm_layer": inputs.norm_layer}
+    del how["parts"], how["shrink"]
+    own = {name: how[name] for name in ("first", "out_type", "added", "order", "tiles")}
+    own |= {"outputs": N, "segments": segments}
+    packed = {"format": format, "squares": inputs.squares, "is_plain": is_plain}
+    if linear_packed_sm90.takes(x, weights, inputs.scales, **packed, **own):
+        return linear_packed_sm90.linear(x, weights, inputs.scales, layer, format=format, **how)
+    own["is_normed"] = has_norm
+    is_plain &= not has_norm and not settings.is_gated and settings.activation.is_gated
+    if linear_sm90.takes(x, weights, is_plain=is_plain, **own):
+        how |= {"bias": inputs.bias, "num_rows": R, "asks": asks, "segments": segments}
+        return linear_sm90.linear_sm90(x, weights, layer, inputs.scales, inputs.row_scales, **how)
+    return None
 
 
 def joins(

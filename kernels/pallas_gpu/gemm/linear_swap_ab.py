@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.pallas_gpu.gemm.linear_epilogue import WIDE, added_up
-from kernels.pallas_gpu.gemm.ptx import LAYOUT, times
+from kernels.pallas_gpu.gemm.linear_epilogue import WIDE, activated, added_up
+from kernels.pallas_gpu.gemm.ptx import LAYOUT
 
 
 class SwappedResult:
@@ -28,10 +28,15 @@ class SwappedResult:
             added_ref = self._refs.added.at[self._slices]
             plgpu.copy_gmem_to_smem(added_ref, self._parts.at[0], self._loaded)
 
-    def store(self, sums):
-        """Applies the epilogue and stores the result; out-of-bounds rows are not written."""
-        refs, factor = self._refs, self._work.factor
-        (out,) = sums if factor == 1 else (times(x, factor) for x in sums)
+    def store(self, sums, norms=None):
+        """Applies the epilogue and stores the result; out-of-bounds rows are not written.
+
+        `norms` are the norm scales of the rows, if there is a norm before the GEMM.
+        """
+        refs = self._refs
+        if norms is not None:
+            sums = [x * lax.broadcast_in_dim(norms, x.shape, [1]) for x in sums]
+        out = activated(sums, self._work)
         if self._work.is_added:
             plgpu.barrier_wait(self._loaded)
             added = plgpu.load(self._parts.at[0].T, layout=LAYOUT, optimized=False)
