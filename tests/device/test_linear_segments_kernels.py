@@ -64,10 +64,12 @@ def test_linear_segments_match_spec(
     format, kind = cell
     given = product_of(format, kind).of_rows(20)
     want = specified(given, 2, monkeypatch)
+    # Float32 sums in other orders, of at most 1,024 terms and of numbers up to 10. An input of an
+    # adapter is rounded to bfloat16 in the kernels.
+    tolerance = 1e-2 if kind == "adapted" else 1e-5
+    if format == "W8A8" and not INTERPRET:
+        tolerance = 1e-3  # tensor cores keep fewer bits of FP8 sums: 1.6e-4 off on an H200
     for cut in cuts(format, language)[:3]:
-        # Float32 sums in other orders, of at most 1,024 terms and of numbers up to 10. An input of
-        # an adapter is rounded to bfloat16 in the kernels.
-        tolerance = 1e-2 if kind == "adapted" else 1e-5
         got = added(language, given, cut, 2)[0]
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
