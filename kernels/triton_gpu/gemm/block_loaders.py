@@ -36,6 +36,8 @@ from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout, shares_of
 from shared.models.formats.weight_format import PLAIN
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
+_INSTRUCTION = tl.constexpr(16)
+"""Inputs that an instruction of a tensor core adds, in no order."""
 
 
 class BlockFormat(NamedTuple):
@@ -335,8 +337,17 @@ def _four_bit_parts(outputs, words, at, loads: tl.constexpr):
 def _scales_of_part(outputs, at, first: tl.constexpr, group: tl.constexpr, loads: tl.constexpr):
     """Returns the scales of the group with the inputs `first` of a block."""
     stored = outputs.scales
-    if loads.format.scales.scales_in > 1:
-        has_all: tl.constexpr = loads.weight.has_all
+    has_all: tl.constexpr = loads.weight.has_all
+    if loads.format.name == "mxfp4_w4a16" and loads.rows.width > _INSTRUCTION:
+        # Exponents are read four at once. With fewer than 64 rows or outputs, Triton 3.6 lays the
+        # operands out for the smallest loaded type. For bytes, an instruction adds every second
+        # pair of 32 inputs instead of 16 neighbours.
+        number: tl.constexpr = first // group
+        words_at = stored + at // group + number // 4 * 4
+        words_at = words_at.to(tl.pointer_type(tl.int32), bitcast=True)
+        words = _load_scales(words_at, outputs.is_inside, has_all)
+        stored = (words >> 8 * (number % 4)) & 0xFF
+    elif loads.format.scales.scales_in > 1:
         stored = _load_scales(stored + (at + first) // group, outputs.is_inside, has_all)
     if loads.format.name == "int4_w4a16":
         scales = int4_scales(stored, loads.format.has_scale_words)
