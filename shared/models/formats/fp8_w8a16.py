@@ -46,9 +46,9 @@ KEPT = ("mlp.gate_up", *EXPERTS, "mamba2.inputs")
 
 A kernel dequantises a weight in registers to the same bits as a dequantised weight in memory, so
 the choice per parameter affects speed and memory only. All other parameters are dequantised when
-loaded: with few outputs, a GPU program has long dependency chains and little work to hide
-dequantisation behind. The input projection of a Mamba2 layer has the most outputs outside the MLPs
-(10,304 in Nemotron 3 Nano); its speed in FP8 has not been measured.
+loaded: prompts dequantise a packed weight in memory in every call, and were 3 to 4 % slower with
+qkv, out and down of Qwen3-8B packed (torch, H200). The input projection of a Mamba2 layer has the
+most outputs outside the MLPs (10,304 in Nemotron 3 Nano); its speed in FP8 has not been measured.
 """
 _LARGEST_SCALE = 2.0**7
 """From this value on, a scale times `SCALE_FACTOR` would overflow."""
