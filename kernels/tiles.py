@@ -101,10 +101,16 @@ class DecodeAttentionTiles:
       described: Whether `attention_layer_sm90` attends after `place`, if it supports the call.
       warps, stages: Warps and pipeline stages of the kernel.
       registers: Maximum per thread; 0 for no maximum, the only value that Pallas supports.
+      context_lanes: Pairs of a program of the context before a tree, after `place`; 0 if the
+        programs of the tree also attend to the context.
+      tree_rows: Nodes of a program of the tree then, of at most `TREE_LANES` pairs.
+      path_rows, path_stages: Paths of a tree that a program reads at once, and pipeline stages of
+        the loop over them.
     """
 
-    sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
-    """Bytes of an element of q, maximum pairs of a request, requests, and the size of a head."""
+    sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size", "nodes")
+    """Bytes of an element of q, maximum pairs of a request, requests, the size of a head, and the
+    width of the tree window."""
 
     lanes: int
     programs: int
@@ -115,31 +121,17 @@ class DecodeAttentionTiles:
     warps: int
     stages: int
     registers: int
+    context_lanes: int = 0
+    tree_rows: int = 1
+    path_rows: int = 1
+    path_stages: int = 4
 
     def __post_init__(self) -> None:
-        check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
-        check_at_least(self, programs=1, splits=1, stages=1)
-
-
-def attention_layer_tiles(
-    table: Table[DecodeAttentionTiles], *, rows: int, nodes: int, **sizes: int
-) -> DecodeAttentionTiles | None:
-    """Returns the tiles of `attention_layer`; None if there are too many pairs for it.
-
-    Each row of a tree reads the nodes of its own path, so programs of a tree have few pairs.
-
-    Args:
-      table: Tiles of `attention_layer`.
-      rows: Maximum (query head, row) pairs of a request and KV head.
-      nodes: Width of the tree window.
-      sizes: Other sizes of the call.
-    """
-    if rows > (MOST_TREE_LANES if nodes else MOST_LANES):
-        return None
-    tiles = table.of(rows=rows, **sizes)
-    if not nodes or tiles.lanes == TREE_LANES:
-        return tiles
-    return replace(table.of(rows=TREE_LANES, **sizes), placed=tiles.placed)
+        check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1, "path_rows": 1})
+        check_at_least(self, programs=1, splits=1, stages=1, tree_rows=1, path_stages=1)
+        check_one_of(self, context_lanes=(0, 16, 32, 64))
+        if self.context_lanes and not self.placed:
+            raise ValueError("tiles with context_lanes must be placed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,9 @@ ONE_SIDED = {Path(f"{name}.py") for name in _ALONE.split()}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 _PARTS = """
-    activation all_gather attention_layer_mainloop attention_layer_sm90 attention_sm90 block_loaders
-    dequantize encoder_attention encoder_attention_sm90 encoder_qkv_layout expert_lora expert_sums
+    activation all_gather attention_layer_mainloop attention_layer_sm90 attention_layer_trees
+    attention_sm90 block_loaders dequantize encoder_attention encoder_attention_sm90
+    encoder_qkv_layout expert_lora expert_sums
     flag_protocol flatten_tree fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_layer
     gdn_prefill gdn_rows gdn_tree gumbel_noise head_dim_padding head_product int4_w4a16
     kv_compaction latent_attention_mainloop latent_attention_sm90 latent_attention_sm90_mainloop

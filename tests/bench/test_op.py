@@ -121,7 +121,7 @@ def test_op_run_uses_given_tiles(
 
     def run(*given: object) -> list[np.ndarray]:
         tiles = ops.KERNELS.tiles.attention_layer.of(
-            item_bytes=4, rows=16, requests=1, head_size=16
+            item_bytes=4, rows=16, requests=1, head_size=16, nodes=0
         )
         seen.append((tiles.stages, tiles.splits))
         return [np.zeros((1, 1))]
@@ -134,7 +134,7 @@ def test_op_run_uses_given_tiles(
     assert [each["case"] for each in found] == ["two trees"] * 2
     assert [each["tiles"] for each in found] == [{}, {"stages": 7, "splits": 9}]
     usual = Tiles.load("pallas_gpu", MEASURED).attention_layer.of(
-        item_bytes=4, rows=16, requests=1, head_size=16
+        item_bytes=4, rows=16, requests=1, head_size=16, nodes=0
     )
     assert seen == [(usual.stages, usual.splits), (7, 9)]
     assert "stages 7  splits 9" in capsys.readouterr().out

@@ -303,7 +303,7 @@ def test_pallas_attention_layer_lowers_for_gpu(
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
     arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
     new = {"gated": gated, "has_kv": True, "eps": EPS, "digits": SQUARES.digits}
-    rows = {"rows": max_rows * 4, "requests": B}
+    rows = {"rows": max_rows * 4, "requests": B, "nodes": max_rows}
     tiles = TILES["pallas"].attention_layer.of(item_bytes=item_bytes, head_size=D, **rows)
     sums = {"max_rows": max_rows, "max_parts": MOST_PARTS, "scale": D**-0.5}
     sums |= ATTENTION.sizes_for(item_bytes)

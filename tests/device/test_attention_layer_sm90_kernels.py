@@ -73,7 +73,7 @@ def case_of(name: str, sizes: str) -> MixCase:
 def today(language: str, name: str, sizes: str) -> Found:
     """Returns the result of `attention_layer` for queries after RoPE."""
     case = case_of(name, sizes)
-    table = {"item_bytes": 2, "rows": case.max_rows * case.group, "requests": 8}
+    table = {"item_bytes": 2, "rows": case.max_rows * case.group, "requests": 8, "nodes": 0}
     tiles = TILES[language].attention_layer.of(**table, head_size=case.heads.head_size)
     return RUN[language](case, How(True, tiles=replace(tiles, placed=True, described=False)))
 

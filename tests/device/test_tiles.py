@@ -50,7 +50,7 @@ def test_tile_files_cover_every_call(path: Path, language: str) -> None:
             for requests, head_size in ((1, 64), (8, 128), (1000, 256)):
                 sizes = {"item_bytes": item_bytes, "rows": rows, "head_size": head_size}
                 assert tiles.attention.of(**sizes).lanes >= 16
-                assert tiles.attention_layer.of(**sizes, requests=requests).warps
+                assert tiles.attention_layer.of(**sizes, requests=requests, nodes=16).warps
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}

@@ -17,8 +17,8 @@ from kernels.tiles import (
     AttentionTiles,
     DecodeAttentionTiles,
     Tiles,
-    attention_layer_tiles,
 )
+from kernels.tree_blocks import attention_layer_tiles
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import row_bounds, tree_paths
 from shared.spec.reduction_order import ATTENTION, SQUARES, AttentionOrder

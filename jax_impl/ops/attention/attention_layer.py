@@ -14,7 +14,8 @@ from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import BLOCKS, MOST_LANES, attention_layer_tiles
+from kernels.tiles import BLOCKS, MOST_LANES
+from kernels.tree_blocks import attention_layer_tiles
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import BOUNDS, Heads

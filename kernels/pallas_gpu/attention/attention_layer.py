@@ -8,7 +8,7 @@ and those of a tree's row equal plain decoding.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,14 @@ from kernels.pallas_gpu.attention.attention import (
     load_rows,
     page_of,
 )
-from kernels.pallas_gpu.attention.attention_layer_mainloop import NewRows, sum_share
+from kernels.pallas_gpu.attention.attention_layer_mainloop import (
+    LayerRows,
+    NewRows,
+    PositionRange,
+    sum_share,
+)
 from kernels.pallas_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
+from kernels.pallas_gpu.attention.attention_layer_trees import attention_layer_trees
 from kernels.pallas_gpu.attention.head_dim_padding import columns_of, in_head, load_head
 from kernels.pallas_gpu.attention.online_softmax import SinkRefs, with_sink
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
@@ -42,6 +48,7 @@ from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
 from kernels.pallas_gpu.attention.row_bounds import bits_of, bounds_of
 from kernels.pallas_gpu.attention.split_kv import SplitPartials, combine, store_partial
 from kernels.tiles import DecodeAttentionTiles
+from kernels.tree_blocks import tree_blocks
 
 
 def attention_layer(
@@ -114,21 +121,53 @@ def attention_layer(
         return attention_layer_sm90(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
     R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk * has_kv) // (1 + gated)
+    nodes, group = paths.shape[1], Hq // Hk
+    order = Order(span, split, tile, tiles.ones, nodes, scale, softcap)
+    rows = LayerRows(
+        starts=row_starts,
+        places=places,
+        is_real=is_real.astype(jnp.int8),
+        first=first,
+        until=until,
+        paths=paths if nodes else until[:, None],
+    )
+    all_sinks = None if sinks is None else SinkRefs(sinks, sink_layer)
+    separate = tree_blocks(tiles, nodes=nodes, max_rows=max_rows, group=group)
+    if q is not None and separate is not None:
+        gate = projected if gated else None
+        out, arrivals = attention_layer_trees(
+            q,
+            gate,
+            kv,
+            arrivals,
+            layer,
+            page_table,
+            bounds,
+            rows,
+            all_sinks,
+            order=order,
+            blocks=separate,
+            max_rows=max_rows,
+            max_parts=max_parts,
+            tiles=tiles,
+            interpret=interpret,
+        )
+        return out, kv, arrivals
     splits = pl.cdiv(columns * page, split)
     parts = max(min(splits, max_parts), pl.cdiv(columns * page, span))
     programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
-    pairs = max_rows * (Hq // Hk)
+    pairs = max_rows * group
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
     config = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
-    sizes = _Sizes(Hq, max_rows, *config, max_parts, splits > max_parts)
-    # Keys and values of a path depend on the loads of their node and page: four stages, if two
+    sizes = _Sizes(Hq, max_rows, *config, max_parts, splits > max_parts, tiles.path_rows, False)
+    # Keys and values of a path depend on the loads of their node and page: more stages, if two
     # programs then have the shared memory of a multiprocessor.
-    stages = max(tiles.stages, 4) if paths.shape[1] and D <= 128 else tiles.stages
+    stages = max(tiles.stages, tiles.path_stages) if nodes and D <= 128 else tiles.stages
     of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _attention_layer_kernel,
-            order=Order(span, split, tile, tiles.ones, paths.shape[1], scale, softcap),
+            order=order,
             settings=_ProjectionSettings(
                 q_norm is not None, q is not None, gated, has_kv, eps, digits
             ),
@@ -149,29 +188,11 @@ def attention_layer(
     )(
         projected_of(projected, q_norm, k_norm, cos, sin),
         *(kv, arrivals, layer, page_table, bounds),
-        _LayerRows(
-            starts=row_starts,
-            places=places,
-            is_real=is_real.astype(jnp.int8),
-            first=first,
-            until=until,
-            paths=paths if paths.shape[1] else until[:, None],
-        ),
+        rows,
         cos if q is None else q,
-        None if sinks is None else SinkRefs(sinks, sink_layer),
+        all_sinks,
     )
     return out, kv, arrivals
-
-
-class _LayerRows(NamedTuple):
-    """First row of each request, and the write position and bounds of each row."""
-
-    starts: Any
-    places: Any
-    is_real: Any
-    first: Any
-    until: Any
-    paths: Any
 
 
 class _ProjectionSettings(NamedTuple):
@@ -196,33 +217,8 @@ class _Sizes(NamedTuple):
     splits: int
     max_parts: int
     may_span: bool
-
-
-class _PositionRange(NamedTuple):
-    """Share of a request's positions that one program processes.
-
-    Attributes:
-      low, high: First position that a row of the request attends to, and the end.
-      from_position, to_position: The same for this program.
-      unit: Positions per partial result: those of a span or of a split.
-      by_span: Whether a unit is a span; used for long requests.
-      share_begin, share_end: First position of this program, and of the next one.
-      number, sharing: Index of this program, and the number of programs.
-      is_alone: Whether this program processes the whole request, within one span, and keeps its
-        accumulator in registers; None if no program may.
-    """
-
-    low: jax.Array
-    high: jax.Array
-    from_position: jax.Array
-    to_position: jax.Array
-    unit: jax.Array | int
-    by_span: jax.Array | bool
-    share_begin: jax.Array
-    share_end: jax.Array
-    number: jax.Array
-    sharing: jax.Array
-    is_alone: jax.Array | None
+    path_rows: int
+    is_separate: bool
 
 
 def _attention_layer_kernel(
@@ -402,7 +398,7 @@ def _share(number, capacity, bounds, order, sizes):
         per_span = lax.div(order.span, unit)
         is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
         is_alone = is_in_one & (each == end - begin)
-    return _PositionRange(
+    return PositionRange(
         low=bounds.low,
         high=high,
         from_position=jnp.maximum(bounds.low, share_begin),

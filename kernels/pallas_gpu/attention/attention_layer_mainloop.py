@@ -1,7 +1,7 @@
 """Main loop of `attention_layer`: online softmax over a share (Pallas, Triton backend)."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,17 @@ from kernels.pallas_gpu.attention.row_bounds import is_in as is_in_bits
 from kernels.pallas_gpu.attention.row_bounds import visible
 
 
+class LayerRows(NamedTuple):
+    """First row of each request, and the write position and bounds of each row."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    paths: Any
+
+
 class NewRows(NamedTuple):
     """KV positions of a request's new rows, and a mask of the rows with a non-finite value.
 
@@ -32,11 +43,38 @@ class NewRows(NamedTuple):
     bits: tuple[jax.Array, jax.Array] | None
 
 
+class PositionRange(NamedTuple):
+    """Share of a request's positions that one program processes.
+
+    Attributes:
+      low, high: First position that a row of the request attends to, and the end.
+      from_position, to_position: The same for this program.
+      unit: Positions per partial result: those of a span or of a split.
+      by_span: Whether a unit is a span; used for long requests.
+      share_begin, share_end: First position of this program, and of the next one.
+      number, sharing: Index of this program, and the number of programs.
+      is_alone: Whether this program processes the whole request, within one span, and keeps its
+        accumulator in registers; None if no program may.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    from_position: jax.Array
+    to_position: jax.Array
+    unit: jax.Array | int
+    by_span: jax.Array | bool
+    share_begin: jax.Array
+    share_end: jax.Array
+    number: jax.Array
+    sharing: jax.Array
+    is_alone: jax.Array | None
+
+
 def sum_share(q, seen, new, first_ref, bounds, number, share, order, sizes, *, store):
     """Accumulates the positions of a share: tiles into splits, splits into units, which are stored.
 
     A unit is a split or a span. A program with `is_alone` stores none. Positions that no row
-    attends to are not read.
+    attends to are not read. If `sizes` are separate, all tiles of a tree are those of its window.
     """
     tile, (lanes, D) = order.tile, q.shape
     low, high = share.from_position, share.to_position
@@ -77,35 +115,43 @@ def sum_share(q, seen, new, first_ref, bounds, number, share, order, sizes, *, s
         position, pages, number = pages_of(seen, number, i, tile)
         is_in = (position >= bounds.seen_from) & (position < bounds.seen_until)
         # The new positions of a tree are in its own tiles.
-        has_new = sizes.max_rows > 1 and order.nodes == 0
+        has_new = sizes.max_rows > 1 and order.nodes == 0 and not sizes.is_separate
         is_bad = bad_at(position) if has_new else jnp.zeros(position.shape, bool)
         is_seen = visible(position, seen.first, seen.until)
         return number, *close(
             i, add_seen(position, pages, is_in, is_bad, is_seen, sums), *unit_sums
         )
 
-    def add_path(step, carry):
-        """Adds a tile of a tree's window to the lanes of one row.
+    def add_paths(step, carry):
+        """Adds a tile of a tree's window to the lanes of some rows.
 
-        The nodes that the row attends to are at consecutive positions in the order of the sums, as
-        in plain decoding, for any order of the window: a node has the bits of plain decoding.
+        The nodes that a row attends to are at consecutive positions in the order of the sums, as in
+        plain decoding, for any order of the window: a node has the bits of plain decoding.
+        Positions of several rows follow each other, and those of other rows have weight 0.
         """
         number, sums, *unit_sums = carry
-        i, row = lax.div(step, num_rows), seen.row.min() + lax.rem(step, num_rows)
-        position = i * tile + lax.iota(jnp.int32, tile)
+        i, row = lax.div(step, steps), first_row + lax.rem(step, steps) * sizes.path_rows
+        member = lax.iota(jnp.int32, sizes.path_rows * tile)
+        position = i * tile + lax.rem(member, tile)
         place = position - bounds.seen_until
-        in_window = (place >= 0) & (place < order.nodes)
+        in_window, is_before = (place >= 0) & (place < order.nodes), place < 0
+        if sizes.path_rows > 1:
+            row = row + lax.div(member, tile)
+            in_window, is_before = in_window & (row <= last_row), is_before & (row <= last_row)
+            row = jnp.minimum(row, last_row)
+            first, is_own = pltriton.load(first_ref.at[row]), seen.row[:, None] == row[None, :]
+        else:
+            first, is_own = first_ref[row], (seen.row == row)[:, None]
         at = seen.window_ref.at[row, jnp.clip(place, 0, order.nodes - 1)]
         node = pltriton.load(at, mask=in_window, other=order.nodes)
         is_path = node < order.nodes
-        is_in = is_path | ((position >= first_ref[row]) & (place < 0))
+        is_in = is_path | ((position >= first) & is_before)
         is_bad = is_in_bits(*(jnp.broadcast_to(x, node.shape) for x in new.bits), node, order.nodes)
         position = jnp.where(is_path, bounds.seen_until + node, position)
         column = jnp.where(is_in, lax.div(position, seen.kv_ref.shape[3]), 0)
         pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
-        is_seen = is_in[None, :] & (seen.row == row)[:, None]
-        sums = add_seen(position, pages, is_in, is_bad, is_seen, sums)
-        is_last = lax.rem(step, num_rows) == num_rows - 1
+        sums = add_seen(position, pages, is_in, is_bad, is_in[None, :] & is_own, sums)
+        is_last = lax.rem(step, steps) == steps - 1
         return number, *lax.cond(is_last, partial(close, i), lambda *x: x, sums, *unit_sums)
 
     def close(i, *sums):
@@ -129,10 +175,16 @@ def sum_share(q, seen, new, first_ref, bounds, number, share, order, sizes, *, s
 
     nothing = SoftmaxState.nothing(lanes, D, order.ones)
     unit_sums = [SoftmaxState.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
-    summed = lax.fori_loop(begin, whole, add, (number, nothing, *unit_sums))
+    summed = (number, nothing, *unit_sums)
+    tree = begin
+    if not sizes.is_separate:
+        summed = lax.fori_loop(begin, whole, add, summed)
+        tree = jnp.minimum(jnp.maximum(lax.div(bounds.seen_until, tile), whole), end)
+        begin = whole
     if order.nodes == 0:
-        return lax.fori_loop(whole, end, add_masked, summed)[-1]
-    tree = jnp.minimum(jnp.maximum(lax.div(bounds.seen_until, tile), whole), end)
-    num_rows = seen.row.max() + 1 - seen.row.min()
-    summed = lax.fori_loop(whole, tree, add_masked, summed)
-    return lax.fori_loop(tree * num_rows, end * num_rows, add_path, summed)[-1]
+        return lax.fori_loop(begin, end, add_masked, summed)[-1]
+    if not sizes.is_separate:
+        summed = lax.fori_loop(begin, tree, add_masked, summed)
+    first_row, last_row = seen.row.min(), seen.row.max()
+    steps = pl.cdiv(last_row + 1 - first_row, sizes.path_rows)
+    return lax.fori_loop(tree * steps, end * steps, add_paths, summed)[-1]

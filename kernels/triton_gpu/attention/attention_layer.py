@@ -8,7 +8,7 @@ and those of a tree's row equal plain decoding.
 The positions of the rows are read before the previous kernel has ended, which must not write them.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import DecodeAttentionTiles
+from kernels.tree_blocks import tree_blocks
 from kernels.triton_gpu.attention.attention import (
     Order,
     VisibleRange,
@@ -27,17 +28,16 @@ from kernels.triton_gpu.attention.attention import (
 )
 from kernels.triton_gpu.attention.attention_layer_mainloop import (
     LaneRows,
+    LayerRequests,
+    LayerRows,
     NewRows,
     Units,
     sum_share,
 )
 from kernels.triton_gpu.attention.attention_layer_sm90 import attention_layer_sm90, takes
+from kernels.triton_gpu.attention.attention_layer_trees import attention_layer_trees
 from kernels.triton_gpu.attention.head_dim_padding import columns_of, load_head
-from kernels.triton_gpu.attention.online_softmax import (
-    LOG2_E,
-    softcap_of,
-    with_sink,
-)
+from kernels.triton_gpu.attention.online_softmax import LOG2_E, softcap_of, with_sink
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
     HeadSizes,
     Pool,
@@ -53,24 +53,6 @@ from kernels.triton_gpu.attention.split_kv import SplitPartials, combine
 from kernels.triton_gpu.gemm.linear import launching
 
 
-class LayerRequests(NamedTuple):
-    """Bounds of each request, and arrival counters of its programs."""
-
-    bounds: Any
-    arrivals: Any
-
-
-class LayerRows(NamedTuple):
-    """First row of each request, and the write position and bounds of each row."""
-
-    starts: Any
-    places: Any
-    is_real: Any
-    first: Any
-    until: Any
-    paths: Any
-
-
 class AttentionLayerConfig(NamedTuple):
     """Tile config of the kernel.
 
@@ -83,6 +65,7 @@ class AttentionLayerConfig(NamedTuple):
       has_kv: Whether the projection has new keys and values; if not, the pools have them.
       is_placed: Whether `place` has already written the new keys and values.
       may_span: Whether partial results may be per span.
+      path_rows, path_stages: Rows and pipeline stages of a step over a tree's window.
     """
 
     lanes: int
@@ -94,6 +77,8 @@ class AttentionLayerConfig(NamedTuple):
     has_kv: bool
     is_placed: bool
     may_span: bool
+    path_rows: int
+    path_stages: int
 
 
 def attention_layer(
@@ -172,6 +157,37 @@ def attention_layer(
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk * has_kv) // (1 + gated)
+    nodes = paths.shape[1]
+    requests = LayerRequests(bounds=bounds, arrivals=arrivals)
+    rows = LayerRows(
+        starts=row_starts,
+        places=places,
+        is_real=is_real,
+        first=first,
+        until=until,
+        paths=paths if nodes else until,
+    )
+    separate = tree_blocks(tiles, nodes=nodes, max_rows=max_rows, group=Hq // Hk)
+    if q is not None and separate is not None:
+        return attention_layer_trees(
+            q,
+            projected if gated else None,
+            kv,
+            layer,
+            page_table,
+            requests,
+            rows,
+            sinks,
+            blocks=separate,
+            max_rows=max_rows,
+            span=span,
+            split=split,
+            tile=tile,
+            max_parts=max_parts,
+            scale=scale,
+            softcap=softcap,
+            tiles=tiles,
+        )
     pairs = max_rows * (Hq // Hk)
     lanes = min(tiles.lanes, max(16, triton.next_power_of_2(pairs)))
     blocks = triton.cdiv(pairs, lanes)
@@ -184,15 +200,8 @@ def attention_layer(
     _attention_layer_kernel[(blocks * Hk, B, programs)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
-        LayerRequests(bounds=bounds, arrivals=arrivals),
-        LayerRows(
-            starts=row_starts,
-            places=places,
-            is_real=is_real,
-            first=first,
-            until=until,
-            paths=paths if paths.shape[1] else until,
-        ),
+        requests,
+        rows,
         *(projected if q is None else q, projected if sinks is None else sinks, out),
         SplitPartials(sums=sums, peaks=peaks, totals=totals),
         num_rows=R,
@@ -209,7 +218,7 @@ def attention_layer(
             split=split,
             tile=tile,
             ones=tiles.ones,
-            nodes=paths.shape[1],
+            nodes=nodes,
             softcap=softcap_of(softcap),
             has_sinks=sinks is not None,
         ),
@@ -223,6 +232,8 @@ def attention_layer(
             has_kv=has_kv,
             is_placed=q is not None,
             may_span=splits > max_parts,
+            path_rows=tiles.path_rows,
+            path_stages=tiles.path_stages,
         ),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -382,6 +393,8 @@ def _attention_layer_kernel(
         heads,
         order,
         may_gather,
+        at_once=config.path_rows,
+        path_stages=config.path_stages,
     )
     is_last = is_alone
     if not is_alone:

@@ -24,6 +24,24 @@ from kernels.triton_gpu.attention.row_bounds import visible
 from kernels.triton_gpu.attention.split_kv import store_partial
 
 
+class LayerRequests(NamedTuple):
+    """Bounds of each request, and arrival counters of its programs."""
+
+    bounds: Any
+    arrivals: Any
+
+
+class LayerRows(NamedTuple):
+    """First row of each request, and the write position and bounds of each row."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    paths: Any
+
+
 class NewRows(NamedTuple):
     """KV positions of a request's new rows, and a mask of the rows with a non-finite value.
 
@@ -43,6 +61,22 @@ class LaneRows(NamedTuple):
     begin: Any
     end: Any
     first_of_rows: Any
+
+
+class WindowPaths(NamedTuple):
+    """Positions of a step over a tree's window.
+
+    Attributes:
+      row: Row of each position, or of all.
+      node: Node of each position; any other number for none.
+      is_in: Whether the row attends to the position.
+      at: Position in the pool.
+    """
+
+    row: Any
+    node: Any
+    is_in: Any
+    at: Any
 
 
 class Units(NamedTuple):
@@ -81,11 +115,13 @@ def sum_share(
     heads: tl.constexpr,
     order: tl.constexpr,
     may_gather: tl.constexpr,
+    at_once: tl.constexpr,
+    path_stages: tl.constexpr,
 ):
     """Accumulates positions [low, high): tiles into splits, splits into units, which are stored.
 
     A unit is a split or a span. Returns the accumulator that is not stored. Positions that no row
-    attends to are not read.
+    attends to are not read. A step over a tree's window has `at_once` rows.
     """
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
@@ -99,7 +135,7 @@ def sum_share(
     for i in range(begin, whole):
         position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D, order)
-        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
+        sums, unit_sums = close(i, end, sums, unit_sums, units, D, order, may_gather)
     tree = end
     if order.nodes > 0:
         tree = tl.minimum(tl.maximum(bounds.seen_until // tile, whole), end)
@@ -110,46 +146,80 @@ def sum_share(
         if order.nodes == 0:  # else the new positions are in the tree's tiles
             is_bad = _is_bad(position, new)
         is_seen = visible(position, seen.first, seen.until)
-        sums = _add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D, order)
-        sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
+        sums = add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D, order)
+        sums, unit_sums = close(i, end, sums, unit_sums, units, D, order, may_gather)
     if order.nodes > 0:
-        num_rows = lane_rows.end - lane_rows.begin
-        # Keys and values depend on the loads of their node and page: four stages.
-        for step in tl.range(tree * num_rows, end * num_rows, num_stages=4):
-            i, row = step // num_rows, step % num_rows
-            sums = _add_path(
-                q, seen, new, bounds, i, lane_rows.begin + row, lane_rows, sums, heads, order
-            )
-            if row == num_rows - 1:
-                sums, unit_sums = _close(i, end, sums, unit_sums, units, D, order, may_gather)
+        steps = tl.cdiv(lane_rows.end - lane_rows.begin, at_once)
+        # Keys and values depend on the loads of their node and page.
+        for step in tl.range(tree * steps, end * steps, num_stages=path_stages):
+            i, row = step // steps, lane_rows.begin + step % steps * at_once
+            paths = paths_of(seen, bounds, i, row, lane_rows, end, heads, order, at_once)
+            sums = add_paths(q, seen, new, paths, lane_rows, sums, heads, order, at_once)
+            if (step + 1) % steps == 0:
+                sums, unit_sums = close(i, end, sums, unit_sums, units, D, order, may_gather)
     return unit_sums
 
 
 @triton.jit
-def _add_path(
-    q, seen, new, bounds, i, row, lane_rows, sums, heads: tl.constexpr, order: tl.constexpr
+def paths_of(
+    seen,
+    bounds,
+    i,
+    row,
+    lane_rows,
+    end,
+    heads: tl.constexpr,
+    order: tl.constexpr,
+    at_once: tl.constexpr,
 ):
-    """Adds a tile of a tree's window to the lanes of one row.
+    """Returns the nodes and pool positions of a tile of a tree's window, of rows from `row` on.
 
-    The nodes that the row attends to are at consecutive positions in the order of the sums, as in
-    plain decoding, for any order of the window: a node has the bits of plain decoding.
+    The nodes that a row attends to are at consecutive positions in the order of the sums, as in
+    plain decoding, for any order of the window: a node has the bits of plain decoding. Positions of
+    several rows follow each other.
     """
-    D: tl.constexpr = heads.D
     page: tl.constexpr = heads.page
-    position = i * order.tile + tl.arange(0, order.tile)
+    member = tl.arange(0, at_once * order.tile)
+    position = i * order.tile + member % order.tile
     place = position - bounds.seen_until
-    in_window = (place >= 0) & (place < order.nodes)
+    is_before = (place < 0) & (position < end * order.tile)
+    in_window = (place >= 0) & (place < order.nodes) & (position < end * order.tile)
+    if at_once > 1:
+        row += member // order.tile
+        in_window, is_before = in_window & (row < lane_rows.end), is_before & (row < lane_rows.end)
+        row = tl.minimum(row, lane_rows.end - 1)
     at = seen.window + row.to(tl.int64) * order.nodes + place
     node = tl.load(at, mask=in_window, other=order.nodes)
     is_path = node < order.nodes
-    is_in = is_path | ((position >= tl.load(lane_rows.first_of_rows + row)) & (place < 0))
-    is_bad = is_in_bits(new.low, new.high, node, order.nodes)
+    is_in = is_path | ((position >= tl.load(lane_rows.first_of_rows + row)) & is_before)
     position = tl.where(is_path, bounds.seen_until + node, position)
     number = tl.load(seen.table + position // page, mask=is_in, other=0)
-    offset = ((number.to(tl.int64) * page + position % page) * (heads.k_heads * D))[:, None]
-    offset += columns_of(D)[None, :]
-    is_seen = is_in[None, :] & (lane_rows.of_lane == row)[:, None]
-    return _add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D, order)
+    return WindowPaths(
+        row=row, node=node, is_in=is_in, at=number.to(tl.int64) * page + position % page
+    )
+
+
+@triton.jit
+def add_paths(
+    q,
+    seen,
+    new,
+    paths,
+    lane_rows,
+    sums,
+    heads: tl.constexpr,
+    order: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Adds a tile of a tree's window to the lanes of its rows; positions of others weigh 0."""
+    if at_once > 1:
+        is_own = lane_rows.of_lane[:, None] == paths.row[None, :]
+    else:
+        is_own = (lane_rows.of_lane == paths.row)[:, None]
+    is_bad = is_in_bits(new.low, new.high, paths.node, order.nodes)
+    offset = (paths.at * (heads.k_heads * heads.D))[:, None] + columns_of(heads.D)[None, :]
+    is_seen = paths.is_in[None, :] & is_own
+    return add_seen(q, seen, offset, paths.is_in, is_bad, is_seen, sums, heads.D, order)
 
 
 @triton.jit
@@ -162,7 +232,7 @@ def _is_bad(position, new):
 
 
 @triton.jit
-def _add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D: tl.constexpr, order: tl.constexpr):
+def add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D: tl.constexpr, order: tl.constexpr):
     """Adds positions that are not visible to all lanes.
 
     0 x NaN is NaN: a non-finite new value is not read, and makes the weights NaN that are not 0.
@@ -178,7 +248,7 @@ def _add_seen(q, seen, offset, is_in, is_bad, is_seen, sums, D: tl.constexpr, or
 
 
 @triton.jit
-def _close(
+def close(
     i, end, sums, unit_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
 ):
     """Merges a split into its unit after its last tile, and stores a unit after its last split."""

@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kernels.kernel_limits import MOST_NODES
-from kernels.tiles import MOST_LANES, attention_layer_tiles
+from kernels.tiles import MOST_LANES
+from kernels.tree_blocks import attention_layer_tiles
 from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads

@@ -334,7 +334,7 @@ _LARGE |= {
 }
 """The end of a prompt with a cached prefix."""
 _LARGE |= {f"{B} x {N} nodes after 512": _trees(B, N, 512) for N in (64, 16) for B in (1, 32)}
-_LARGE["1 x 32 nodes after 512"] = _trees(1, 32, 512)
+_LARGE |= {f"1 x {N} nodes after {at}": _trees(1, N, at) for N in (32, 64) for at in (512, 840)}
 _LARGE["hybrid, 1 x 64 nodes after 512"] = _trees(1, 64, 512, **_HYBRID)
 _LARGE |= {
     f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
@@ -346,7 +346,6 @@ _LARGE |= {
     for D in (64, 80, 96, 192, 512)
     for name, B, rows in (("8 x 4 rows after 512", 8, 4), ("prompt of 512", 1, 512))
 }
-
 _LARGE |= {
     "shared KV, 8 x 4 rows after 512": _chains(8, 4, 512, _MODEL | {"has_kv": False}),
     "shared KV, hybrid, 8 x 4 rows after 512": _chains(8, 4, 512, _HYBRID | {"has_kv": False}),
@@ -381,6 +380,7 @@ _PROMPTS = {
     "sinks, prompt of 512": (_LARGE["sinks, 1 x 512 rows after 0"], 6),
 }
 """For the sm90 attention, independent of the tile files, with the stages that fit."""
+_SEPARATE = {"placed": 1, "context_lanes": 32, "tree_rows": 2, "path_rows": 2, "programs": 4}
 
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
@@ -446,4 +446,5 @@ TABLE = [
         _op_case(f"described, {name}", make, "bfloat16", True, "attention", described=stages)
         for name, (make, stages) in _PROMPTS.items()
     ),
+    _op_case("separate, 1 x 64 nodes after 840", _trees(1, 64, 840), "bfloat16", True, **_SEPARATE),
 ]
