@@ -179,7 +179,9 @@ def check_separate(patch: pytest.MonkeyPatch, spoil: Callable[..., None] | None)
 def store_backwards(patch: pytest.MonkeyPatch, module: Any) -> None:
     healthy = module.arrives_last
 
-    def arrives_last(part, args, tile, number, segment, sizes, config):
+    def arrives_last(
+        part: Any, args: Any, tile: Any, number: Any, segment: Any, sizes: Any, config: Any
+    ) -> Any:
         return healthy(part, args, tile, number, 3 - segment, sizes, config)
 
     patch.setattr(module, "arrives_last", arrives_last)
@@ -188,7 +190,9 @@ def store_backwards(patch: pytest.MonkeyPatch, module: Any) -> None:
 def sum_too_early(patch: pytest.MonkeyPatch, module: Any) -> None:
     healthy = module.arrives_last
 
-    def arrives_last(part, args, tile, number, segment, sizes, config):
+    def arrives_last(
+        part: Any, args: Any, tile: Any, number: Any, segment: Any, sizes: Any, config: Any
+    ) -> Any:
         healthy(part, args, tile, number, segment, sizes, config)
         return segment == 2
 
@@ -198,7 +202,7 @@ def sum_too_early(patch: pytest.MonkeyPatch, module: Any) -> None:
 def keep_counters(patch: pytest.MonkeyPatch, module: Any) -> None:
     healthy = module.sum_of_parts
 
-    def sum_of_parts(args, tile, number, sizes, config):
+    def sum_of_parts(args: Any, tile: Any, number: Any, sizes: Any, config: Any) -> Any:
         total = healthy(args, tile, number, sizes, config)
         module.tl.store(args.arrivals + number, config.segments)
         return total
@@ -209,7 +213,7 @@ def keep_counters(patch: pytest.MonkeyPatch, module: Any) -> None:
 def continue_chain(patch: pytest.MonkeyPatch, module: Any) -> None:
     healthy = module.accumulate
 
-    def accumulate(acc, rows, outputs, first, last, *rest):
+    def accumulate(acc: Any, rows: Any, outputs: Any, first: Any, last: Any, *rest: Any) -> Any:
         return healthy(acc, rows, outputs, 0, last, *rest)
 
     patch.setattr(module, "accumulate", accumulate)
