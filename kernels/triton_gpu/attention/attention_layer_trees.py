@@ -423,8 +423,8 @@ def _sum_block(
         new_rows = NewRows(places=new_place, is_bad=is_bad_row, low=low_bits, high=high_bits)
         steps = tl.cdiv(lane_rows.end - lane_rows.begin, at_once)
         for step in tl.range(begin * steps, end * steps, num_stages=config.path_stages):
-            i, row = step // steps, share.begin + step % steps * at_once
-            paths = paths_of(seen, bounds, i, row, lane_rows, end, heads, order, at_once)
+            i, from_row = step // steps, share.begin + step % steps * at_once
+            paths = paths_of(seen, bounds, i, from_row, lane_rows, end, heads, order, at_once)
             sums = add_paths(q, seen, new_rows, paths, lane_rows, sums, heads, order, at_once)
             if (step + 1) % steps == 0:
                 sums, unit_sums = close(i, end, sums, unit_sums, units, D, order, config.may_span)
