@@ -76,14 +76,16 @@ def layer_norm(
 
 def gelu(x: Float[jax.Array, "R size"], *, interpret: bool = False) -> Float[jax.Array, "R size"]:
     """Implements `shared.spec.layers.gelu`."""
-    return _elementwise(functools.partial(_gelu_kernel, is_tanh=False), x, "gelu", interpret)
+    kernel = functools.partial(_gelu_kernel, is_tanh=False)
+    return _elementwise(kernel, x, name="gelu", interpret=interpret)
 
 
 def gelu_tanh(
     x: Float[jax.Array, "R size"], *, interpret: bool = False
 ) -> Float[jax.Array, "R size"]:
     """Implements `shared.spec.layers.gelu_tanh`."""
-    return _elementwise(functools.partial(_gelu_kernel, is_tanh=True), x, "gelu", interpret)
+    kernel = functools.partial(_gelu_kernel, is_tanh=True)
+    return _elementwise(kernel, x, name="gelu", interpret=interpret)
 
 
 def _elementwise(kernel, x, name, interpret):
