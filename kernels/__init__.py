@@ -15,7 +15,10 @@ bits if the two files of an operation (twins) have equal:
 - compiler options: float32 products stay float32 (`HIGHEST`, `ieee`), and multiply-add fusion is
   off in Triton, because XLA's Triton does not fuse;
 - sums of FP8 products: on FP8 tensor cores, each block of 128 from zero, then one fused
-  multiply-add.
+  multiply-add;
+- order of inputs inside an instruction: no operand of HMMA depends on a load of bytes, for which
+  Triton changes the order;
+- atomics: of scalars, because Pallas adds arrays of integers as if they were floats.
 
 Tile configs need not be equal, see `kernels/tiles.py`. A change to one twin is a change to both.
 
