@@ -36,6 +36,7 @@ from kernels.pallas_gpu.attention.online_softmax import (
 )
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.attention.row_bounds import window_operand
+from kernels.pallas_gpu.gemm.activation import soft_capped
 from kernels.tiles import AttentionTiles
 
 CAPPED_LANES = 16
@@ -336,9 +337,7 @@ def scores_of(q, k, order):
     scores = pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
     if order.softcap is None:
         return scores
-    cap = order.softcap * LOG2_E
-    growth = jnp.exp2(scores * (2.0 * LOG2_E / cap))
-    return cap - 2.0 * cap / (1.0 + growth)
+    return soft_capped(scores, order.softcap * LOG2_E)
 
 
 def _add_masked(q, seen, i, high, sums, order):

@@ -148,7 +148,7 @@ class PairMask(NamedTuple):
 
 
 def loaded_pairs(lines):
-    """Loads `first` and `until` of each pair, by name."""
+    """Loads `first` and `until` of each pair; the keys are these names."""
     loaded = (plgpu.load(line, layout=OF_ROWS, optimized=False) for line in lines)
     return dict(zip(("first", "until"), loaded, strict=True))
 

@@ -1,4 +1,4 @@
-"""Activations of MLPs (Pallas, Triton backend)."""
+"""Activations of MLPs, and soft caps (Pallas, Triton backend)."""
 
 import jax.numpy as jnp
 
@@ -27,3 +27,9 @@ def relu_squared(x):
     """Computes relu(x) squared, the activation of MLPs without a gate; NaN stays NaN."""
     positive = jnp.where(x < 0.0, 0.0, x)
     return positive * positive
+
+
+def soft_capped(x, cap):
+    """Applies a soft cap: cap * tanh(x / cap), where tanh(y) is 1 - 2 / (1 + exp(2 y))."""
+    growth = jnp.exp2(x * (2.0 * _LOG2_E / cap))
+    return cap - 2.0 * cap / (1.0 + growth)

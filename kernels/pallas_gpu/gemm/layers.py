@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.kernel_limits import row_warps
+from kernels.pallas_gpu.gemm.activation import soft_capped
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.reduction_order import SquaresOrder
 
@@ -210,10 +211,7 @@ def _softcap_kernel(x_ref, out_ref, *, capped):
     place, count = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK), x_ref.shape[0]
     inside = place < count
     x = pltriton.load(x_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
-    # tanh(y) is 1 - 2 / (1 + exp(2 y)).
-    growth = jnp.exp2(x * (2.0 * LOG2_E / capped))
-    out = capped - 2.0 * capped / (1.0 + growth)
-    pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
+    pltriton.store(out_ref.at[place], soft_capped(x, capped).astype(out_ref.dtype), mask=inside)
 
 
 def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):

@@ -27,7 +27,6 @@ from kernels.triton_gpu.attention.online_softmax import (
     LOG2_E,
     NEGATIVE,
     SoftmaxState,
-    capped,
     fold,
     fold_split,
     no_split,
@@ -36,6 +35,7 @@ from kernels.triton_gpu.attention.online_softmax import (
     with_sink,
 )
 from kernels.triton_gpu.attention.qk_norm_rope_kv_write import HeadSizes, Pool
+from kernels.triton_gpu.gemm.activation import soft_capped
 from kernels.triton_gpu.gemm.linear import launching
 
 CAPPED_LANES = 16
@@ -359,7 +359,7 @@ def scores_of(q, k, scale, order: tl.constexpr):
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if order.softcap > 0:
-        scores = capped(scores, order.softcap)
+        scores = soft_capped(scores, order.softcap)
     return scores
 
 

@@ -1,4 +1,4 @@
-"""Online softmax accumulators, soft caps and sinks (Triton)."""
+"""Online softmax accumulators and sinks (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -36,13 +36,6 @@ def no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
     """Returns an empty accumulator of a split; its total has `ones` equal columns."""
     sums = no_sums(lanes, D)
     return SoftmaxState(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
-
-
-@triton.jit
-def capped(scores, softcap: tl.constexpr):
-    """Applies a soft cap: softcap * tanh(score / softcap), of exponents of 2."""
-    growth = tl.exp2(scores * (2.0 * LOG2_E / softcap))
-    return softcap - 2.0 * softcap / (1.0 + growth)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Activations of MLPs (Triton)."""
+"""Activations of MLPs, and soft caps (Triton)."""
 
 import triton
 import triton.language as tl
@@ -34,3 +34,10 @@ def relu_squared(x):
     """Computes relu(x) squared, the activation of MLPs without a gate; NaN stays NaN."""
     positive = tl.where(x < 0.0, 0.0, x)
     return positive * positive
+
+
+@triton.jit
+def soft_capped(x, cap: tl.constexpr):
+    """Applies a soft cap: cap * tanh(x / cap), where tanh(y) is 1 - 2 / (1 + exp(2 y))."""
+    growth = tl.exp2(x * (2.0 * _LOG2_E / cap))
+    return cap - 2.0 * cap / (1.0 + growth)

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.kernel_limits import row_warps
+from kernels.triton_gpu.gemm.activation import soft_capped
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.reduction_order import SquaresOrder
@@ -235,9 +236,7 @@ def _softcap_kernel(x_at, out_at, count, capped: tl.constexpr, is_launched: tl.c
     start, place = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     inside = place < count - start
     x = tl.load(x_at + start + place, mask=inside, other=0.0).to(tl.float32)
-    # tanh(y) is 1 - 2 / (1 + exp(2 y)).
-    growth = tl.exp2(x * (2.0 * LOG2_E / capped))
-    out = capped - 2.0 * capped / (1.0 + growth)
+    out = soft_capped(x, capped)
     tl.store(out_at + start + place, out.to(out_at.dtype.element_ty), mask=inside)
 
 
