@@ -3,8 +3,9 @@
     python -m bench.steps.adapter_load --model bench/shapes/qwen3-8b --backend torch jax --out FILE
 
 Requests of the base model decode. An adapter with random weights is read from its files on a
-thread, as by `/load_lora_adapter`, and copied to the one adapter slot between steps, and a short
-request with it is served. `quiet` is the same time without a load. Each load is of another adapter.
+thread, as by `/load_lora_adapter`, then copied to the one adapter slot between steps, and a short
+request with it is served; the longest gap of each of these phases is in the last columns. `quiet`
+is the same time without a load. Each load is of another adapter.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from shared.process.adapter_loads import AdapterHandler
 from tests.support.lora_files import write_random_adapter
 
 PROMPT, ANSWER, WARM_UP_STEPS = 16, 4, 16
+PHASES = ("read", "write", "serve")
 HEADER = (
     f"{'side':6}{'batch':>6}{'rank':>6}{'MB':>7}{'load ms':>9}{'quiet: p50':>12}{'longest':>9}"
-    f"{'load: p50':>11}{'longest':>9}  ms"
+    f"{'load: p50':>11}{'longest':>9}{'read':>8}{'write':>8}{'serve':>8}  ms"
 )
 Line = dict[str, Any]
 
@@ -88,16 +90,23 @@ class Running:
             pass
         return [1e3 * (later - earlier) for earlier, later in pairwise(self.times[first:])]
 
-    def load(self, name: str, folder: Path) -> list[float]:
-        """Loads an adapter and serves a short request with it; returns the gaps meanwhile in ms."""
+    def load(self, name: str, folder: Path) -> dict[str, list[float]]:
+        """Loads an adapter and serves a short request with it; returns the gaps of each phase in
+        ms.
+        """
         self._handler.load(0, name, str(folder))
-        gaps = self.run(lambda ended: not self._handler.busy)
+        gaps = {"read": self.run(lambda ended: not self._handler.busy)}
         self._next += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=ANSWER, lora=name)
         request = Request(request_id=self._next, prompt=(*range(2, 2 + PROMPT),), sampling=sampling)
         self._handler.assign(request)
         self._engine.add(request)
-        return gaps + self.run(lambda ended: self._next in ended)
+        gaps["write"] = self.run(lambda ended: self._is_written(request))
+        gaps["serve"] = self.run(lambda ended: self._next in ended)
+        return gaps
+
+    def _is_written(self, request: Request) -> bool:
+        return bool(request.adapter_slot) and self._engine.adapters.is_ready(request)
 
 
 def measured(session: Session, load: Load, rank: int, folders: Sequence[Path]) -> Iterator[Line]:
@@ -108,8 +117,8 @@ def measured(session: Session, load: Load, rank: int, folders: Sequence[Path]) -
     running.run(lambda ended: len(running.times) > WARM_UP_STEPS)
     for number, folder in enumerate(folders):
         began = time.perf_counter()
-        gaps = running.load(folder.name, folder)
-        seconds = time.perf_counter() - began
+        phases = running.load(folder.name, folder)
+        seconds, gaps = time.perf_counter() - began, [*chain(*phases.values())]
         until = len(running.times) + len(gaps)
         quiet = running.run(lambda ended, until=until: len(running.times) >= until)
         if number:
@@ -125,6 +134,7 @@ def measured(session: Session, load: Load, rank: int, folders: Sequence[Path]) -
                 "quiet_longest_ms": round(max(quiet), 3),
                 "load_p50_ms": round(statistics.median(gaps), 3),
                 "load_longest_ms": round(max(gaps), 3),
+                **{f"{k}_longest_ms": round(max(each, default=0.0), 3) for k, each in phases.items()},
             }
 
 
@@ -134,6 +144,7 @@ def line_of(line: Line) -> str:
         f"{line['backend']:6}{line['batch']:6}{line['rank']:6}{line['adapter_bytes'] / 1e6:7.1f}"
         f"{line['load_ms']:9.1f}{line['quiet_p50_ms']:12.2f}{line['quiet_longest_ms']:9.2f}"
         f"{line['load_p50_ms']:11.2f}{line['load_longest_ms']:9.2f}"
+        + "".join(f"{line[f'{phase}_longest_ms']:8.2f}" for phase in PHASES)
     )
 
 
