@@ -23,6 +23,7 @@ import json
 import math
 import multiprocessing
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -234,7 +235,7 @@ def _run_once(name: str, ops: str, case_name: str, tiles: Changes) -> None:
 
 def _cases(arguments: argparse.Namespace, is_gpu: bool) -> list[OpCase]:
     sizes = arguments.sizes or (["small", "large"] if is_gpu else ["small"])
-    cases = [case for case in table(arguments.name) if arguments.cases in str(case)]
+    cases = [case for case in table(arguments.name) if re.search(arguments.cases, str(case))]
     return [case for case in cases if ("large" if case.is_large else "small") in sizes]
 
 
@@ -245,7 +246,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--sizes", nargs="+", choices=("small", "large"))
-    parser.add_argument("--cases", default="", help="text in the names of the cases")
+    parser.add_argument("--cases", default="", help="regular expression of the cases")
     changes = "JSON: tiles that replace those of the GPU's file"
     parser.add_argument("--tiles", nargs="+", type=json.loads, default=[{}], help=changes)
     parser.add_argument(
