@@ -203,7 +203,7 @@ class LinearTiles:
         for swap-AB by `linear_packed_sm90`, if it supports the call.
       warps, stages: Warps and pipeline stages of the kernel.
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
-        which the last adds the segments. Otherwise one program computes all segments of a tile.
+        which one adds the segments. Otherwise one program computes all segments of a tile.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated", "one_segment")
@@ -236,8 +236,8 @@ class LinearTiles:
         check_powers_of_two(self, least)
         if not self.widens and (self.persistent or self.described and not self.swapped):
             raise ValueError("tiles without widens must be swapped if described, never persistent")
-        if self.separate and (self.described or self.persistent):
-            raise ValueError("separate tiles must be neither described nor persistent")
+        if self.separate and (self.persistent or self.described and self.widens):
+            raise ValueError("separate tiles must be without widens if described, never persistent")
         check_at_least(self, stages=2 if self.copies_packed else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Segments of the inputs in GEMMs of Pallas alone: WGMMA, counters, and invalid segments."""
+"""Segments of the inputs in GEMMs of Pallas alone: WGMMA, clusters, counters, invalid segments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import pytest
 
 import jax_impl.ops
 from jax_impl.ops.gemm import linear as jax_linear
-from kernels.pallas_gpu.gemm import fp8_activations, linear
+from kernels.pallas_gpu.gemm import fp8_activations, linear, linear_packed_sm90
 from kernels.pallas_gpu.gemm.linear_launch import GemmTiling
 from kernels.tiles import LinearTiles
 from shared.models.formats.fp8 import BLOCK, Granularity
+from shared.models.formats.int4_encoding import Int4Encoding
 from shared.models.formats.weight_format import PLAIN
 from shared.spec import reduction_order
 from shared.spec.reduction_order import SQUARES, LinearOrder
+from tests.support import linear_segments
 from tests.support.kernels import (
     AS_WRITTEN,
     INTERPRET,
@@ -30,7 +32,15 @@ from tests.support.kernels import (
     bind_kernels,
     share_arithmetic,
 )
-from tests.support.linear_kernels import Weights, as_w8a16, normal, plain_weights, tiles
+from tests.support.linear_kernels import (
+    Weights,
+    as_w4a16,
+    as_w8a16,
+    copied,
+    normal,
+    plain_weights,
+    tiles,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -46,8 +56,12 @@ def as_codes(outputs: int, inputs: int) -> Weights:
 FORMATS: dict[str, Callable[[int, int], Weights]] = {
     "plain": plain_weights,
     "FP8": partial(as_w8a16, Granularity.BLOCK),
+    "INT4": partial(as_w4a16, Int4Encoding(128, "BF16", has_zeros=False)),
+    "AWQ": partial(as_w4a16, Int4Encoding(128, "F16", has_zeros=True)),
     "W8A8": as_codes,
 }
+PACKED = ("FP8", "INT4", "AWQ")
+"""Formats of `linear_packed_sm90`."""
 OUTPUTS = 128
 TMA = {"described": True, "persistent": True, "swapped": False}
 COUNTERS = 64
@@ -61,15 +75,18 @@ def added(
     segments: int,
     *,
     num_counters: int = COUNTERS,
+    has_norm: bool = True,
 ) -> list[tuple[np.ndarray, ...]]:
     """Adds a GEMM with the second of two weights to a residual twice, with the same counters.
 
     Returns:
-      The result, the result times the scale of the next norm, and the sums of squares, of each.
+      The result, the result times the scale of the next norm if there is one, and the sums of
+      squares, of each.
     """
     format, values, scales = weights
     R = len(x)
     stream, norm = normal(2, R, values.shape[1]), 1 + normal(4, 2, values.shape[1]) / 4
+    is_cast = scales is not None and format != "fp8_w8a8" and scales.dtype != np.int32
 
     def run(x: Any, values: Any, scales: Any, stream: Any) -> list[tuple[Any, ...]]:
         arrivals = jnp.zeros(num_counters, jnp.int32) + (x[0, 0] > 1e30).astype(jnp.int32)
@@ -82,7 +99,7 @@ def added(
             out, scaled, sums, _ = linear.product(
                 codes,
                 values.astype(x.dtype) if format == PLAIN else values,
-                scales if scales is None or format != "fp8_w8a16" else scales.astype(x.dtype),
+                scales.astype(x.dtype) if is_cast else scales,
                 jnp.int32(1),
                 row_scales,
                 format=format,
@@ -91,7 +108,7 @@ def added(
                 out_type=x.dtype,
                 factor=1 / (1 + index),
                 added=stream.astype(x.dtype),
-                norm=jnp.asarray(norm),
+                norm=jnp.asarray(norm) if has_norm else None,
                 norm_layer=jnp.int32(1),
                 order=SQUARES,
                 tiles=cut,
@@ -128,6 +145,94 @@ def test_pallas_sm90_segments_bitwise_equal(format: str, rows: int) -> None:
             cuts.append(TMA | {"swapped": True, "depth": 128, "rows": max(8, rows), "stages": 8})
     for cut in cuts:
         check_equal(added(**given, cut=tiles(**cut)), want)
+
+
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the segments of each call of `linear_packed_sm90` that is traced."""
+    calls, healthy = list[int](), linear_packed_sm90.linear
+
+    def counted(*args: Any, **how: Any) -> Any:
+        calls.append(how["segments"])
+        return healthy(*args, **how)
+
+    monkeypatch.setattr(linear_packed_sm90, "linear", counted)
+    return calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("format", PACKED)
+def test_pallas_packed_segments_bitwise_equal(
+    format: str, rows: int, has_norm: bool, packed_calls: list[int]
+) -> None:
+    """A cluster adds the segments in the order of one program of the ordinary kernel."""
+    x, weights = normal(0, rows, 4096), FORMATS[format](384, 4096)
+    for segments, depths in ((2, (256, 512)), (4, (256,))):
+        given = {"x": x, "weights": weights, "segments": segments, "has_norm": has_norm}
+        want = added(**given, cut=tiles(widens=False))
+        for depth in depths:
+            cut = copied("pallas", "added", separate=True, stages=2, depth=depth)
+            check_equal(added(**given, cut=cut), want)
+    assert packed_calls == [2] * 4 + [4] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("format", PACKED)
+def test_pallas_packed_segments_match_spec(
+    format: str, rows: int, packed_calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = linear_segments.product_of(format, "added", rows=rows)
+    given = given._replace(stream=linear_segments.in_bfloat16(given.stream))
+    want = linear_segments.specified(given, 2, monkeypatch)
+    cut = copied("pallas", "added", separate=True)
+    got = linear_segments.added("pallas", given, cut, 2, "bfloat16")[0]
+    assert packed_calls == [2]
+    # The result is rounded to bfloat16, and tensor cores add in another order.
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "segments", "taken"),
+    [
+        ({}, 1, True),
+        ({"separate": True}, 1, True),
+        ({}, 2, False),  # one program has all segments
+        ({"separate": True}, 2, True),
+        ({"separate": True, "depth": 512}, 2, True),
+        ({"separate": True, "depth": 512}, 4, False),  # segments of one and a half steps
+        ({"separate": True}, 12, False),  # a cluster of 12 programs is not portable
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_packed_sm90_takes_segments_of_whole_steps(
+    change: dict[str, int],
+    segments: int,
+    taken: bool,
+    has_norm: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_packed_sm90, "has_mosaic", lambda: True)
+    of: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    found = linear_packed_sm90.takes(
+        of((8, 3072)),
+        of((2, OUTPUTS, 3072 // 8), dtype=jnp.int32),
+        of((2, OUTPUTS, 3072 // 128)),
+        format="int4_w4a16",
+        outputs=OUTPUTS,
+        first=0,
+        out_type=jnp.bfloat16,
+        squares=of((8, 3072 // 64), dtype=jnp.float32) if has_norm else None,
+        is_plain=True,
+        added=of((8, OUTPUTS)),
+        order=SQUARES,
+        segments=segments,
+        tiles=copied("pallas", "added", **change),
+    )
+    assert found == (taken and not (has_norm and segments > 1))
 
 
 def test_pallas_separate_segments_reset_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,5 +154,5 @@ def test_linear_tiles_reject_separate_copies(change: str) -> None:
     lines = [line.tiles for line in Tiles.load("triton_gpu", MEASURED).linear.lines]
     assert {tiles.separate for tiles in lines} == {False, True}  # optional in a file
     tiles = next(tiles for tiles in lines if tiles.separate)
-    with pytest.raises(ValueError, match="separate tiles must be neither described nor persistent"):
+    with pytest.raises(ValueError, match="separate tiles must be without widens if described"):
         replace(tiles, widens=True, **{change: True})

@@ -253,7 +253,8 @@ def copied(
     own |= {"outputs": N, "segments": segments}
     packed = {"format": format, "squares": inputs.squares, "is_plain": is_plain}
     if linear_packed_sm90.takes(x, weights, inputs.scales, **packed, **own):
-        return linear_packed_sm90.linear(x, weights, inputs.scales, layer, format=format, **how)
+        how |= {"format": format, "segments": segments}
+        return linear_packed_sm90.linear(x, weights, inputs.scales, layer, **how)
     own["is_normed"] = has_norm
     is_plain &= not has_norm and not settings.is_gated and settings.activation.is_gated
     if linear_sm90.takes(x, weights, is_plain=is_plain, **own):

@@ -4,8 +4,13 @@ Outputs are the wide side of the tensor core, rows the narrow one. A producer wa
 blocks of packed words and of the rows by TMA. The consumer warpgroup dequantises a part of a block
 in registers while the tensor cores multiply the part before it. Gate and up are two accumulators.
 
-Accumulation is one chain along the inputs, a weight is dequantised as by `block_loaders`, and the
-epilogue computes as in `linear`, so the bits equal that kernel's and Triton's.
+With segments along the inputs the programs of a block, one per segment, form a thread block
+cluster. The later ones store their partial sums in the shared memory of the first, which adds them
+in order.
+
+Accumulation is one chain along the inputs of a segment, a weight is dequantised as by
+`block_loaders`, and the epilogue computes as in `linear`, so the bits equal that kernel's and
+Triton's.
 """
 
 import functools
@@ -55,6 +60,8 @@ _AHEAD = 1024
 _IN_FLIGHT = 2
 """Products that the tensor cores have yet to finish while the next part is dequantised; 1 of them
 with a gate, so that two programs have enough registers on a multiprocessor."""
+_MOST_SEGMENTS = 8
+"""Maximum programs of a portable thread block cluster."""
 
 
 class PackedBuffers(NamedTuple):
@@ -66,6 +73,8 @@ class PackedBuffers(NamedTuple):
       parts, squares: Parts of the result and sums of their squares, see `linear_swap_ab`.
       loaded: Barriers: the residual is loaded, and the sums of squares of the rows.
       chunks, norms: These sums, and the norm scales of the rows.
+      partials, received: Partial sums of the later segments, and barriers: a partial sum is stored.
+        The first program of a cluster reads them.
     """
 
     rows: Any
@@ -77,6 +86,8 @@ class PackedBuffers(NamedTuple):
     loaded: Any
     chunks: Any = None
     norms: Any = None
+    partials: Any = None
+    received: Any = None
 
 
 def takes(
@@ -98,7 +109,7 @@ def takes(
     """Returns whether `linear` supports a call: few bfloat16 rows, scales of 128 inputs.
 
     `is_plain` states that there is neither a bias nor an LM-head epilogue. The rows are fewer than
-    a group of lines, or whole groups.
+    a group of lines, or whole groups. Segments must be whole steps, without a norm before.
     """
     if scales is None or not tiles.copies_packed or format not in FORMATS or not has_mosaic():
         return False
@@ -112,7 +123,10 @@ def takes(
     is_typed = x.dtype == jnp.bfloat16 and x.dtype == out_type
     is_typed &= scales.dtype in (jnp.bfloat16, jnp.int32)
     is_typed &= added is None or added.dtype == x.dtype
-    return is_tile and is_whole and is_typed and is_plain and segments == 1
+    if segments > 1:
+        is_whole &= inputs % (segments * tiles.depth) == 0 and squares is None
+        is_tile &= tiles.separate and segments <= _MOST_SEGMENTS
+    return is_tile and is_whole and is_typed and is_plain
 
 
 # Jitted so that a program contains it once for all layers, as `linear_sm90`.
@@ -120,7 +134,7 @@ def takes(
     jax.jit,
     static_argnames=(
         *("format", "first", "out_type", "eps", "is_gated", "activation"),
-        *("factor", "order", "tiles"),
+        *("factor", "order", "tiles", "segments"),
     ),
 )
 def linear(
@@ -142,6 +156,7 @@ def linear(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
+    segments: int,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
@@ -174,14 +189,16 @@ def linear(
         row_blocks=1,
         blocks=N // WIDE,
         steps=inputs // tiles.depth,
-        segments=1,
+        segments=segments,
         tiles=tiles,
     )
+    cluster = {"cluster": (segments,), "cluster_names": ("segment",)} if segments > 1 else {}
     out, *left = plgpu.kernel(
         functools.partial(_packed_kernel, work=work, format=format),
         out_type=tuple(results.values()),
         grid=(1, work.blocks),
         grid_names=("row", "column"),
+        **cluster,
         num_threads=2,
         thread_name="group",
         scratch_types={k: v for k, v in _buffers(work, format, squares)._asdict().items() if v},
@@ -197,18 +214,22 @@ def _buffers(work, format, squares):
     """Returns the shared-memory types of a program."""
     tiles, blocks = work.tiles, work.tiles.depth // FORMATS[format]
 
-    def ring(rows, columns, dtype):
-        line = LINE_BYTES // np.dtype(dtype).itemsize
-        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(LINE_BYTES)
-        return plgpu.SMEM((tiles.stages, rows, columns), dtype, transforms=layout)
+    def swizzled(count, rows, columns, dtype):
+        item_bytes = np.dtype(dtype).itemsize
+        line = min(LINE_BYTES // item_bytes, columns)
+        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(line * item_bytes)
+        return plgpu.SMEM((count, rows, columns), dtype, transforms=layout)
 
     more = {}
     if squares is not None:
         more["chunks"] = plgpu.SMEM((WIDE, squares.shape[1]), jnp.float32)
         more["norms"] = plgpu.SMEM((WIDE,), jnp.float32)
+    if work.segments > 1:
+        more["partials"] = swizzled(work.segments - 1, WIDE, tiles.rows, jnp.float32)
+        more["received"] = plgpu.Barrier(num_barriers=work.segments - 1)
     return PackedBuffers(
-        rows=ring(tiles.rows, tiles.depth, jnp.bfloat16),
-        words=ring(work.weights * WIDE, blocks * WORDS, jnp.int32),
+        rows=swizzled(tiles.stages, tiles.rows, tiles.depth, jnp.bfloat16),
+        words=swizzled(tiles.stages, work.weights * WIDE, blocks * WORDS, jnp.int32),
         full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
         free=plgpu.Barrier(num_barriers=tiles.stages),
         parts=plgpu.SMEM((PARTS, tiles.rows, WIDE), jnp.bfloat16),
@@ -219,29 +240,65 @@ def _buffers(work, format, squares):
 
 
 def _packed_kernel(*refs, work, format, **shared):
-    """One program per block of outputs."""
+    """One program per block of outputs and segment of the inputs."""
     refs = GemmRefs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
     shared, group = PackedBuffers(**shared), lax.axis_index("group")
     row, column = lax.axis_index("row") * work.tiles.rows, lax.axis_index("column") * WIDE
+    segment = lax.axis_index("segment") if work.segments > 1 else 0
+    begin = segment * work.segment_steps
 
     @pl.when(group == 1)
     def _copy():
-        _copy_blocks(refs, shared, work, format, row, column)
+        _copy_blocks(refs, shared, work, format, row, column, begin)
 
     @pl.when(group == 0)
     def _multiply():
+        if work.segments > 1:
+            _multiply_segment(refs, shared, work, format, row, column, segment)
+            return
         if work.has_squares:
             chunks = refs.squares.at[pl.ds(row, WIDE)]
             plgpu.copy_gmem_to_smem(chunks, shared.chunks, shared.loaded.at[1])
         turned = SwappedResult(refs, shared, work, row, column)
         turned.prepare()
         norms = _norms(shared, work, refs.x.shape[1]) if work.has_squares else None
-        turned.store(_sums(refs, shared, work, format, column), norms)
+        turned.store(_sums(refs, shared, work, format, column, begin), norms)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_blocks(refs, shared, work, format, row, column):
-    """Producer: copies all blocks; rows out of bounds are zero."""
+def _multiply_segment(refs, shared, work, format, row, column, segment):
+    """Consumer of one segment. The first program of the cluster adds all, and stores the result.
+
+    It waits for every partial sum, so it does not end before the others have written to its shared
+    memory.
+    """
+    turned = SwappedResult(refs, shared, work, row, column)
+
+    @pl.when(segment == 0)
+    def _prepare():
+        turned.prepare()
+
+    begin = segment * work.segment_steps
+    (sums,) = _sums(refs, shared, work, format, column, begin)  # no gate with segments
+
+    @pl.when(segment > 0)
+    def _send():
+        partial, received = shared.partials.at[segment - 1], shared.received.at[segment - 1]
+        to = {"cluster_idx": jnp.int32(0), "cluster_dim": "segment"}
+        plgpu.async_store_smem(sums, partial, received, **to)
+
+    @pl.when(segment == 0)
+    def _store():
+        total = sums
+        for index in range(work.segments - 1):
+            plgpu.barrier_wait(shared.received.at[index])
+            total = total + plgpu.load(shared.partials.at[index], layout=LAYOUT)
+        turned.store([total])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _copy_blocks(refs, shared, work, format, row, column, begin):
+    """Producer: copies the blocks of a segment, from step `begin`; rows out of bounds are zero."""
     tiles, count = work.tiles, work.tiles.depth // FORMATS[format] * WORDS
     weight_ref = refs.weights.at[refs.layer[0]]
 
@@ -255,13 +312,13 @@ def _copy_blocks(refs, shared, work, format, row, column):
         full = shared.full.at[slot]
         for number in range(work.weights):
             first = work.first + number * work.outputs + column
-            words = weight_ref.at[pl.ds(first, WIDE), pl.ds(k * count, count)]
+            words = weight_ref.at[pl.ds(first, WIDE), pl.ds((begin + k) * count, count)]
             place = shared.words.at[slot, pl.ds(number * WIDE, WIDE)]
             plgpu.copy_gmem_to_smem(words, place, full)
-        x = refs.x.at[pl.ds(row, tiles.rows), pl.ds(k * tiles.depth, tiles.depth)]
+        x = refs.x.at[pl.ds(row, tiles.rows), pl.ds((begin + k) * tiles.depth, tiles.depth)]
         plgpu.copy_gmem_to_smem(x, shared.rows.at[slot], full)
 
-    lax.fori_loop(0, work.steps, copy, None)
+    lax.fori_loop(0, work.segment_steps, copy, None)
 
 
 def _norms(shared, work, inputs):
@@ -275,8 +332,11 @@ def _norms(shared, work, inputs):
     return plgpu.load(norms, layout=LAYOUT.reduce(0), optimized=False)
 
 
-def _sums(refs, shared, work, format, column):
-    """Consumer: multiplies the blocks of the ring; returns accumulators, outputs by rows."""
+def _sums(refs, shared, work, format, column, begin):
+    """Consumer: multiplies the blocks of a segment, from step `begin`.
+
+    Returns the accumulators, outputs by rows.
+    """
     tiles, layer = work.tiles, refs.layer[0]
     groups, inputs = tiles.depth // GROUP, FORMATS[format]
     blocks, ahead = tiles.depth // inputs, max(1, _AHEAD // work.weights // tiles.depth)
@@ -284,7 +344,7 @@ def _sums(refs, shared, work, format, column):
     share, _ = shares_of(refs.weights.shape, refs.scales.shape)
 
     def scales_at(step):
-        first = jnp.minimum(step, work.steps - 1) * groups
+        first = (begin + jnp.minimum(step, work.segment_steps - 1)) * groups
         return [[_stored(refs, layer, o, share, first + i) for i in range(groups)] for o in outputs]
 
     def add_all(*sums_refs):
@@ -309,7 +369,7 @@ def _sums(refs, shared, work, format, column):
                     plgpu.wgmma_wait(_IN_FLIGHT // work.weights)
             return tuple(later)
 
-        lax.fori_loop(0, work.steps, add, tuple(map(scales_at, range(ahead))))
+        lax.fori_loop(0, work.segment_steps, add, tuple(map(scales_at, range(ahead))))
         plgpu.wgmma_wait(0)
         return [sums_ref[...] for sums_ref in sums_refs]
 
