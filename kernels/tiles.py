@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kernels.experts_tiles import ExpertsTiles
 from kernels.gdn_tiles import GDNLayerTiles, GDNPrefillTiles
 from kernels.latent_tiles import HeadProductTiles, LatentAttentionTiles
 from kernels.tile_tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
@@ -132,57 +133,6 @@ class DecodeAttentionTiles:
         check_one_of(self, context_lanes=(0, 16, 32, 64))
         if self.context_lanes and not self.placed:
             raise ValueError("tiles with context_lanes must be placed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsTiles:
-    """Tiles of a MoE block: of `router.route` and of `experts`.
-
-    Attributes:
-      grouped: Whether rows of one expert share a tile (grouped GEMM). Otherwise each slot of a row
-        is a tile, and the down GEMM adds a row's slots too.
-      slots: Slots of a tile.
-      swapped: Swap-AB: outputs, not slots, are the wide side of the tensor core.
-      columns, depth: Outputs of a program of the gate-up GEMM, and inputs per step.
-      warps, stages: Warps and pipeline stages of its kernel.
-      down_columns, down_depth, down_warps, down_stages: The same for the down GEMM.
-      sum_columns, sum_warps: Outputs of a program that adds a row's slots, and its warps.
-      router_rows, router_depth: Rows of a program that computes logits, of which one selects for
-        all, and inputs per step.
-      router_warps, router_stages: Warps and pipeline stages of its kernel.
-      group_rows: Rows per step of the search for an expert's slots.
-    """
-
-    sizes: ClassVar = ("item_bytes", "rows", "inner")
-    """Bytes of a weight element, rows of a call, and inner size of an expert."""
-
-    grouped: bool
-    slots: int
-    swapped: bool
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    down_columns: int
-    down_depth: int
-    down_warps: int
-    down_stages: int
-    sum_columns: int
-    sum_warps: int
-    router_rows: int
-    router_depth: int
-    router_warps: int
-    router_stages: int
-    group_rows: int
-
-    def __post_init__(self) -> None:
-        # Tensor cores require at least 16 of each, and squares are summed by 64.
-        least = {"slots": 16, "columns": 16, "depth": 16, "warps": 1}
-        least |= {"down_columns": 64, "down_depth": 16, "down_warps": 1}
-        least |= {"sum_columns": 64, "sum_warps": 1}
-        least |= {"router_rows": 1, "router_depth": 16, "router_warps": 1, "group_rows": 16}
-        check_powers_of_two(self, least)
-        check_at_least(self, stages=1, down_stages=1, router_stages=1)
 
 
 @dataclass(frozen=True, kw_only=True)
