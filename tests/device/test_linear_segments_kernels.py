@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,130 @@ def test_linear_segments_bits_independent_of_programs(
         got = added(language, whole.of_rows(rows), cut, 2)
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other[:rows], err_msg=f"{cut}, {rows}")
+
+
+COPIED = ("FP8", "INT4", "AWQ")
+"""Formats of `linear_packed_sm90`."""
+
+
+@pytest.fixture
+def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Returns the segments of launches of `linear_packed_sm90`, and whether they are separate."""
+    module, calls = KERNELS["triton"]["linear"].linear_packed_sm90, list[tuple[int, bool]]()
+    healthy = module.launch
+
+    def launch(*args: Any, config: Any, **how: Any) -> None:
+        calls.append((config.segments, config.is_separate))
+        healthy(*args, config=config, **how)
+
+    monkeypatch.setattr(module, "launch", launch)
+    return calls
+
+
+def copied(format: str, *, separate: bool) -> LinearTiles:
+    how = {"rows": 32, "depth": 256, "stages": 3, "described": True}
+    return cut_of(format, separate=separate, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(("is_normed", "has_norm"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize(("format", "kind"), [*((x, "added") for x in COPIED), ("INT4", "biased")])
+def test_triton_packed_segments_bitwise_equal(
+    format: str,
+    kind: str,
+    rows: int,
+    is_normed: bool,
+    has_norm: bool,
+    copied_calls: list[tuple[int, bool]],
+) -> None:
+    """GEMMs of different rows in turn, with the same counters, have the ordinary kernel's bits."""
+    first = product_of(format, kind, rows=rows, inputs=4096, outputs=896)
+    second = first._replace(x=np.ascontiguousarray(first.x[:, ::-1]))
+    arrivals = torch.zeros(14, dtype=torch.int32, device="cuda")
+    run = partial(added, "triton", is_normed=is_normed, has_norm=has_norm)
+    for segments in (2, 4):
+        wants = [run(x, cut_of(format), segments) for x in (first, second)]
+        assert (wants[0][0] != wants[1][0]).any()
+        cuts = [copied(format, separate=separate) for separate in (True, False)]
+        cuts += [replace(cut, depth=512, stages=2) for cut in cuts]
+        for cut in cuts:
+            for given, want in zip((first, second), wants, strict=True):
+                got = run(given, cut, segments, arrivals=arrivals)
+                for one, other in zip(got, want, strict=True):
+                    np.testing.assert_array_equal(one, other, err_msg=f"{cut}, {segments}")
+            assert not arrivals.any()
+    assert copied_calls == [(x, y) for x in (2, 4) for y in (True, True, False, False) * 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("format", COPIED)
+def test_triton_packed_segments_match_spec(
+    format: str,
+    rows: int,
+    separate: bool,
+    copied_calls: list[tuple[int, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = product_of(format, "added", rows=rows)
+    want = specified(given, 2, monkeypatch)
+    got = added("triton", given, copied(format, separate=separate), 2)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # sums in other orders
+    assert copied_calls == [(2, separate)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("planted", [1, -1])
+def test_triton_packed_segments_detect_planted_arrival(
+    planted: int, copied_calls: list[tuple[int, bool]]
+) -> None:
+    """With a counter that is not zero, no program is the last, or one is before the others."""
+    given = product_of("INT4", "added", rows=8)
+    want = added("triton", given, cut_of("INT4"), 4)
+    arrivals = torch.zeros(4, dtype=torch.int32, device="cuda")
+    arrivals[1] = planted
+    added("triton", given, copied("INT4", separate=True), 4, arrivals=arrivals)
+    assert arrivals.tolist() == [0, 1 if planted > 0 else 3, 0, 0]
+    arrivals.zero_()
+    got = added("triton", given, copied("INT4", separate=True), 4, arrivals=arrivals)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert copied_calls == [(4, True)] * 2
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("change", "segments", "taken"),
+    [
+        ({}, 1, True),
+        ({}, 2, True),
+        ({"separate": True}, 1, True),
+        ({"separate": True}, 2, True),
+        ({"depth": 512}, 2, True),
+        ({"depth": 512}, 4, False),  # segments of one and a half steps
+        ({"rows": 8}, 2, False),
+    ],
+    ids=str,
+)
+def test_triton_packed_takes_whole_steps_of_segments(
+    change: dict[str, int], segments: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = KERNELS["triton"]["linear"].linear_packed_sm90
+    monkeypatch.setattr(module, "is_on_hopper", lambda: True)
+    found = module.takes(
+        torch.empty((16, 3072), dtype=torch.bfloat16),
+        torch.empty((OUTPUTS, 24), dtype=torch.bfloat16),
+        format="int4_w4a16",
+        is_gated=False,
+        segments=segments,
+        tiles=replace(copied("INT4", separate=False), **change),
+    )
+    assert found == taken
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")

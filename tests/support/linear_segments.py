@@ -18,10 +18,10 @@ from shared.models.formats.weight_format import SCALES, VALUES
 from shared.spec import linear, reduction_order
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.lora import AdapterWeights, RowAdapters
-from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder
+from shared.spec.reduction_order import SHRINK, SQUARES, LinearOrder, chunks_of_squares
 from tests.support.cases.gemm.linear import QUANTIZED
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
-from tests.support.linear_kernels import Arrays, normal, tiles
+from tests.support.linear_kernels import EPS, Arrays, normal, tiles
 from tests.support.lora_kernels import adapters
 from tests.support.weight_formats import w8a8_matrix
 
@@ -105,10 +105,17 @@ def added(
     segments: int,
     out_type: str = "float32",
     arrivals: torch.Tensor | None = None,
+    *,
+    is_normed: bool = False,
+    has_norm: bool = True,
 ) -> Arrays:
     """Returns the sum, the sum times the scale of the next norm, and its squares, as float32.
 
-    In Pallas the counters are those of the program.
+    In Pallas the counters are those of the program, and the rows have no norm but the next one.
+
+    Args:
+      arrivals: Zeroed counters; None for some of this call.
+      is_normed, has_norm: Whether the rows are of a norm, and whether there is a next one.
     """
     if language == "pallas":
         return _in_pallas(given, cut, segments, out_type)
@@ -152,14 +159,17 @@ def added(
         bias=None if given.weight.bias is None else of(given.weight.bias, half),
         factor=FACTOR,
         added=of(given.stream, kind),
-        norm=of(given.norm),
+        squares=of(chunks_of_squares(given.x)) if is_normed else None,
+        eps=EPS,
+        norm=of(given.norm) if has_norm else None,
         order=SQUARES,
         segments=segments,
         arrivals=arrivals,
         tiles=cut,
         lora=lora,
     )
-    return tuple(each.float().cpu().numpy() for each in (out, scaled, sums))
+    found = (out, scaled, sums)
+    return tuple(each.float().cpu().numpy() for each in found if each is not None)
 
 
 def _in_pallas(given: Product, cut: LinearTiles, segments: int, out_type: str) -> Arrays:

@@ -19,12 +19,12 @@ from kernels.triton_gpu.attention.verify_sm90_mainloop import (
     TILE,
     WARPS,
     WarpgroupPairs,
-    barrier,
     beside,
     lines_of,
     visible,
     wide,
 )
+from kernels.triton_gpu.gemm.linear_sm90 import barrier
 
 GROUPS = gl.constexpr(2)
 """Consumer warpgroups of a program."""

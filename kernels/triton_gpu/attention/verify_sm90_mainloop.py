@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from kernels.triton_gpu.gemm.linear_sm90 import barrier
+
 LOG2_E = gl.constexpr(1.4426950408889634)
 NEGATIVE = gl.constexpr(-1e30)
 LANES, TILE = gl.constexpr(64), gl.constexpr(64)
@@ -25,9 +27,6 @@ ONES = gl.constexpr(16)
 WARPS = gl.constexpr(4)
 _PART = gl.constexpr(32)
 """Value columns per step of the search for non-finite values."""
-
-# The name depends on the version of Triton.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class WarpgroupPairs(NamedTuple):

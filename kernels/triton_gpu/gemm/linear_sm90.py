@@ -41,8 +41,9 @@ _LINE = 64
 """Inputs of a shared-memory line that TMA fills."""
 _COPYING_REGISTERS = gl.constexpr(24)
 
-# The name differs between versions of Triton.
+# The names differ between versions of Triton.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class GemmPipeline(NamedTuple):

@@ -1,0 +1,252 @@
+"""WGMMA main loop of `linear_packed_sm90`, with a weight dequantised in registers (Gluon).
+
+It adds the inputs as `linear_mainloop`, and a weight is dequantised as by `block_loaders`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
+
+WIDTH = gl.constexpr(64)
+"""Outputs of a tile, the wide side of a WGMMA."""
+WORDS = gl.constexpr(32)
+"""Words of an output in a block, a shared-memory line."""
+GROUP = gl.constexpr(128)
+"""Inputs of a scale."""
+PAIR = gl.constexpr(64)
+"""Inputs of a product: two parts of a block."""
+FORMATS = ("fp8_w8a16", "int4_w4a16")
+"""Formats with a dequantisation below."""
+WARPS = gl.constexpr(4)
+"""Consumer warps, a warpgroup."""
+_AHEAD = gl.constexpr(1024)
+"""Inputs from the loaded scales to the used ones."""
+_IN_FLIGHT = gl.constexpr(2)
+"""Products that the tensor cores have yet to finish while the next part is dequantised."""
+
+
+class PackedPipeline(NamedTuple):
+    """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
+
+    Attributes:
+      words, rows: Blocks of the weight, and of the rows in pairs of parts.
+      full, free: Barriers: the blocks of a slot are loaded, and are consumed.
+    """
+
+    words: Any
+    rows: Any
+    full: Any
+    free: Any
+
+
+@gluon.jit
+def first_scales(scales_at, is_output, steps: gl.constexpr, config: gl.constexpr):
+    """Loads the scales of the first steps, see `_accumulate`."""
+    ahead: gl.constexpr = max(1, _AHEAD // config.depth)
+    later = (_scales_of(scales_at, 0, is_output, config),)
+    for step in gl.static_range(1, ahead):
+        later += (_scales_of(scales_at, min(step, steps - 1), is_output, config),)
+    return later
+
+
+@gluon.jit
+def accumulate_segments(
+    ring, scales_at, later, is_output, steps: gl.constexpr, config: gl.constexpr
+):
+    """Returns the sum of the segments of a program, `[outputs, rows]`; see `_accumulate`."""
+    rows: gl.constexpr = config.rows
+    segments: gl.constexpr = 1 if config.is_separate else config.segments
+    length: gl.constexpr = steps // segments
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, rows, 16])
+    total = gl.zeros((WIDTH, rows), gl.float32, sums)
+    slot, phase = 0, 0
+    if segments == 1:
+        total, later, slot, phase = _accumulate(
+            ring, scales_at, later, is_output, total, slot, phase, 0, length, steps, config
+        )
+    else:
+        for segment in range(segments):
+            acc = gl.zeros((WIDTH, rows), gl.float32, sums)
+            first = segment * length
+            acc, later, slot, phase = _accumulate(
+                ring, scales_at, later, is_output, acc, slot, phase, first, length, steps, config
+            )
+            total += acc
+    return total
+
+
+@gluon.jit
+def _accumulate(
+    ring,
+    scales_at,
+    later,
+    is_output,
+    acc,
+    slot,
+    phase,
+    first,
+    length: gl.constexpr,
+    steps: gl.constexpr,
+    config: gl.constexpr,
+):
+    """Adds the products of some steps to an accumulator.
+
+    Args:
+      ring: Ring of blocks.
+      scales_at, later, is_output: Pointers to the scales, scales of the next steps, and mask.
+      acc: Accumulator, `[outputs, rows]`.
+      slot, phase: Slot and phase of the first step.
+      first, length, steps: First step, their number, and the steps of the program.
+      config: Tile config.
+
+    Returns:
+      The accumulator, and scales, slot and phase of the next step.
+    """
+    format: gl.constexpr = config.loads.format
+    stages: gl.constexpr = config.stages
+    calls: gl.constexpr = config.depth // PAIR
+    in_block: gl.constexpr = format.inputs // PAIR
+    blocks: gl.constexpr = calls // in_block
+    ahead: gl.constexpr = max(1, _AHEAD // config.depth)
+    layout: gl.constexpr = words_layout()
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    for number in range(length):
+        step = first + number
+        stored = later[0]
+        scales = _scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
+        later = later[1:] + (scales,)
+        # The products in flight are of the previous step: those of the step before are complete.
+        before = ring.free.index((slot + stages - 2) % stages)
+        mbarrier.arrive(before, count=1, pred=step > 1)
+        mbarrier.wait(ring.full.index(slot), phase)
+        words = ()
+        for block in gl.static_range(blocks):
+            place = ring.words.index(slot * blocks + block).reshape((WIDTH, WORDS))
+            words += (place.load(layout),)
+        for call in gl.static_range(calls):
+            scale = _scale_at(stored, call * PAIR // GROUP, format)
+            one, two = _dequantised(words[call // in_block], scale, call % in_block, format)
+            pair = gl.reshape(gl.permute(gl.join(one, two), (0, 2, 1)), (WIDTH, PAIR))
+            pair = gl.convert_layout(pair, operand, assert_trivial=True)
+            x = ring.rows.index(slot * calls + call)
+            acc = warpgroup_mma(pair, x.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=_IN_FLIGHT, deps=(acc,))
+        slot += 1
+        if slot == stages:
+            slot = 0
+            phase ^= 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    return acc, later, slot, phase
+
+
+@gluon.jit
+def _scales_of(scales_at, step, is_output, config: gl.constexpr):
+    """Loads the scales of a step as int32: a scale with a zero point, or two scales."""
+    in_word: gl.constexpr = 1 if config.loads.format.has_scale_words else 2
+    count: gl.constexpr = config.depth // GROUP // in_word
+    scales_at += step * (config.depth // GROUP)
+    scales_at = scales_at.to(gl.pointer_type(gl.int32), bitcast=True)
+    scales = ()
+    for number in gl.static_range(count):
+        scales += (gl.load(scales_at + number, mask=is_output, other=0),)
+    return scales
+
+
+@gluon.jit
+def _scale_at(stored, group: gl.constexpr, format: gl.constexpr):
+    """Returns the scales of a group as a column."""
+    if format.has_scale_words:
+        scale = stored[group]
+    else:
+        word = stored[group // 2]
+        if group % 2 == 1:
+            word = word >> 16
+        scale = word.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return scale[:, None]
+
+
+@gluon.jit
+def _dequantised(words, scale, call: gl.constexpr, format: gl.constexpr):
+    """Dequantises two neighbouring parts of a block."""
+    if format.name == "int4_w4a16":
+        one, two = _int4_pair(words, scale, call, format.has_scale_words)
+    else:
+        one, two = _fp8_pair(words, scale, call)
+    return one, two
+
+
+@gluon.jit
+def _int4_pair(words, stored, byte: gl.constexpr, has_words: gl.constexpr):
+    text: gl.constexpr = int4_assembly(byte, has_words)
+    if has_words:
+        upper = (stored & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
+        rest = ((stored & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
+        shift = (-128 - (stored & 15).to(gl.float32)).to(gl.bfloat16)
+        one, two = gl.inline_asm_elementwise(
+            text,
+            "=r,=r,r,r,r,r,r,r,r,r",
+            [words, upper, rest, shift, upper, rest, shift],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        one, two = gl.inline_asm_elementwise(
+            text,
+            "=r,=r,r,r,r,r",
+            [words, stored, stored],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return one, two
+
+
+@gluon.jit
+def _fp8_pair(words, scale, call: gl.constexpr):
+    text: gl.constexpr = _fp8_assembly(call)
+    one, two = gl.inline_asm_elementwise(
+        text,
+        "=r,=r,r,r",
+        [words],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+    one = (one * scale).to(gl.bfloat16)
+    two = (two * scale).to(gl.bfloat16)
+    return one, two
+
+
+@gluon.constexpr_function
+def _fp8_assembly(call):
+    """Returns PTX for two int32: two bytes of each, moved as by `fp8_w8a16.four`."""
+    lines = [".reg .b32 t;"]
+    for number in range(2):
+        byte = 2 * call + number
+        lines += [
+            f"prmt.b32 t, $2, $3, 0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte};",
+            "shl.b32 t, t, 4;",
+            f"and.b32 ${number}, t, 0x87f087f0;",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def words_layout():
+    """Returns the layout of words with codes that are an operand of WGMMA in registers."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0], [0, 8], [0, 16]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 32],
+    )
