@@ -275,7 +275,9 @@ class PackedLoader(BlockLoader):
         if K % self.depth == 0:
             return _load(tile.x, at, tile.is_row, tile.has_all_rows)
         inside = inputs < K  # packed weights have whole blocks, rows have not
-        at = (tile.row[:, None], jnp.where(inside, inputs, K - 1))
+        if not self._is_compiled:  # the interpreter also reads masked elements
+            inputs = jnp.where(inside, inputs, K - 1)
+        at = (tile.row[:, None], inputs)
         inside = inside if tile.has_all_rows else inside & tile.is_row[:, None]
         shape = (len(tile.row), inputs.shape[1])
         return pltriton.load(tile.x.at[at], mask=jnp.broadcast_to(inside, shape), other=0.0)
