@@ -43,6 +43,8 @@ _PARTS = """
 PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {
+    "experts_packed_sm90",
+    "experts_packed_sm90_mainloop",
     "ptx",
     "linear_swap_ab",
     "linear_tile",

@@ -7,6 +7,7 @@ show on a GPU only.
 
 import math
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -273,6 +274,31 @@ def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> No
     for line in lines:
         if line.at_most.get("item_bytes") == math.ceil(case.format.item_bytes):
             check_equal(run(language, case, cut=line.tiles), want)
+
+
+COPIED = {
+    "MXFP4": LARGE["of 2880, MXFP4"],
+    "MXFP4, clamped, biases": LARGE["of 2880, MXFP4"]._replace(
+        activation=Activation(SWIGLU_OAI, 1.702, 7.0), has_biases=True
+    ),
+    "MXFP4, blocks of 256": Case(40, 2048, 768, routing(12, 4), quantized="MXFP4"),
+}
+
+
+@on_a_gpu
+@pytest.mark.parametrize("depth", [256, 512])
+@pytest.mark.parametrize(("rows", "grouped"), [(1, False), (3, False), (7, True), (40, True)])
+@pytest.mark.parametrize("name", COPIED)
+def test_experts_packed_sm90_bitwise_equal(name: str, rows: int, grouped: bool, depth: int) -> None:
+    """The results of kernels that copy packed weights by TMA, and of those that do not."""
+    module = KERNELS["pallas"]["experts"].experts_packed_sm90
+    cut, case = tiles(grouped=grouped), COPIED[name]
+    how = {"depth": depth, "down_depth": depth, "stages": 3, "down_stages": 3}
+    copied = replace(cut, copies_packed=True, **how)
+    with patch.object(module, "linear", wraps=module.linear) as ran:
+        got = run("pallas", case, cut=copied, rows=list(range(rows)))
+    assert ran.called
+    check_equal(got, run("pallas", case, cut=cut, rows=list(range(rows))))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     key_of,
     score_of,
 )
-from shared.models.activation import GELU_TANH, SCALED_SILU
+from shared.models.activation import GELU_TANH, SCALED_SILU, SWIGLU_OAI
 
 WIDE = 64
 """Rows that a warpgroup multiplies at once: the wide side of a WGMMA."""
@@ -99,6 +99,11 @@ def activated(sums, work):
     if activation.kind == GELU_TANH:  # as in `activation.act_and_mul`
         cube = times(product_of(product_of(gate, gate), gate), 0.044715)
         inner = times(sum_of(gate, cube), 1.5957691216057308)
+    if activation.kind == SWIGLU_OAI:
+        limit = activation.limit
+        gate, *up = (jnp.where(x > limit, limit, x) for x in sums)
+        up = [jnp.where(x < -limit, -limit, x) + 1.0 for x in up]
+        inner = times(gate, activation.alpha)
     if activation.kind == SCALED_SILU:
         inner = gate = times(gate, activation.alpha)
     out = divided(gate, 1.0 + power_of_two(-inner * _LOG2_E)) * up[0]

@@ -3,13 +3,17 @@
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
+from kernels.tiles import ExpertsTiles
+from shared.spec.reduction_order import SquaresOrder
 
 
 class ExpertStream(NamedTuple):
@@ -32,7 +36,44 @@ class ExpertEpilogue(NamedTuple):
     norm_layer: Any
 
 
-def sum_kernel(parts_ref, ids_ref, epilogue, stream, *, factor, columns, squares_order, interpret):
+def stream_of(epilogue: ExpertEpilogue, order: SquaresOrder) -> ExpertStream:
+    """Returns the types of the results; the scaled rows are None without a norm."""
+    of, (R, N) = jax.ShapeDtypeStruct, epilogue.rows.shape
+    rows = of((R, N), epilogue.rows.dtype)
+    squares = of((R, pl.cdiv(N, order.chunk)), jnp.float32)
+    return ExpertStream(rows, None if epilogue.norm is None else rows, squares)
+
+
+def sum_slots(
+    parts: Float[jax.Array, "all_slots hidden"],
+    ids: Int[jax.Array, "R slots"],
+    epilogue: ExpertEpilogue,
+    *,
+    factor: float,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+    interpret: bool = False,
+) -> ExpertStream:
+    """Adds the slots of all rows and applies the epilogue."""
+    (R, N), columns = epilogue.rows.shape, tiles.sum_columns
+    (out,) = pl.pallas_call(
+        partial(
+            _sum_kernel,
+            factor=factor,
+            columns=columns,
+            squares_order=squares_order,
+            interpret=interpret,
+        ),
+        grid=(R * pl.cdiv(N, columns),),
+        out_shape=(stream_of(epilogue, squares_order),),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
+        interpret=interpret,
+        name="experts_sum",
+    )(parts, ids, epilogue)
+    return out._replace(scaled=out.rows if epilogue.norm is None else out.scaled)
+
+
+def _sum_kernel(parts_ref, ids_ref, epilogue, stream, *, factor, columns, squares_order, interpret):
     """One program per row and block of outputs."""
     blocks = pl.cdiv(parts_ref.shape[1], columns)
     row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)

@@ -28,6 +28,7 @@ from kernels.pallas_gpu.gemm.moe_gemm_tiles import (
     product,
     tile_of,
 )
+from kernels.pallas_gpu.moe import experts_packed_sm90
 from kernels.pallas_gpu.moe.expert_lora import (
     ExpertAdapters,
     SlotAdapters,
@@ -38,7 +39,8 @@ from kernels.pallas_gpu.moe.expert_sums import (
     ExpertEpilogue,
     ExpertStream,
     add_slots,
-    sum_kernel,
+    stream_of,
+    sum_slots,
 )
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, group, max_tiles
 from kernels.pallas_gpu.moe.router import RouterSelection, barrier, route, scale_of
@@ -141,6 +143,30 @@ def experts(
         expert_blocks, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
+    read = scaled if latents is None else latents
+    stored = ExpertWeights(gate_up, gate_up_scales, gate_up_bias)
+    stored_down = ExpertWeights(down, down_scales, down_bias)
+    is_copied = experts_packed_sm90.takes(
+        read,
+        stored,
+        stored_down,
+        formats=formats,
+        squares=squares if latents is None else None,
+        activation=activation,
+        is_adapted=gate_up_lora is not None or down_lora is not None,
+        tiles=tiles,
+    )
+    if is_copied:
+        selected = {"ids": chosen.ids, "expert_blocks": expert_blocks, "layer": layer}
+        how = {"gathered": gathered, "eps": eps, "activation": activation}
+        sums = {"squares_order": squares_order, "tiles": tiles}
+        parts = experts_packed_sm90.outputs_of_slots(
+            read, squares, stored, stored_down, **selected, **how, **sums
+        )
+        epilogue = ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
+        sums |= {"factor": routing.output_factor}
+        return sum_slots(parts, chosen.ids, epilogue, **sums), arrivals
+    tiles = tiles.loaded
     shrink = partial(
         shrink_experts,
         ids=chosen.ids,
@@ -151,11 +177,10 @@ def experts(
         order=shrink_order,
         interpret=interpret,
     )
-    read = scaled if latents is None else latents
     inner = act_and_mul_linear(
         read,
         squares if latents is None else None,
-        ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
+        stored,
         chosen.ids,
         expert_blocks,
         layer,
@@ -171,7 +196,7 @@ def experts(
     inner = gathered(inner)
     return linear_add(
         inner,
-        ExpertWeights(down, down_scales, down_bias),
+        stored_down,
         chosen,
         expert_blocks,
         rows,
@@ -251,12 +276,8 @@ def linear_add(
     R, N = rows.shape
     config = ExpertGemmConfig.of(format, tiles, routing.slots, interpret, is_down=True)
     of = jax.ShapeDtypeStruct
-    stream = ExpertStream(
-        rows=of((R, N), rows.dtype),
-        scaled=None if next_norm is None else of((R, N), rows.dtype),
-        squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),
-    )
     epilogue = ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
+    stream = stream_of(epilogue, squares_order)
     arrivals, parts, out = pl.pallas_call(
         partial(
             _down_kernel,
@@ -288,20 +309,8 @@ def linear_add(
         layer.reshape(1),
     )
     if tiles.grouped:
-        (out,) = pl.pallas_call(
-            partial(
-                sum_kernel,
-                factor=routing.output_factor,
-                columns=tiles.sum_columns,
-                squares_order=squares_order,
-                interpret=interpret,
-            ),
-            grid=(R * pl.cdiv(N, tiles.sum_columns),),
-            out_shape=(stream,),
-            compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
-            interpret=interpret,
-            name="experts_sum",
-        )(parts, chosen.ids, epilogue)
+        how = {"squares_order": squares_order, "tiles": tiles, "interpret": interpret}
+        out = sum_slots(parts, chosen.ids, epilogue, factor=routing.output_factor, **how)
     return out._replace(scaled=out.rows if next_norm is None else out.scaled), arrivals
 
 

@@ -217,9 +217,12 @@ TABLE += [
     for kind, quantized in QUANTIZED.items()
     for case in large_cases(f"{kind} 32 of 768", 2048, LARGE["32 of 768"], quantized=quantized)
 ]
-TABLE += large_cases(
+MXFP4 = large_cases(
     "MXFP4 8 of 2880",
     2880,
     config_of(num_experts=8, num_chosen=4, intermediate=2880, shared=False),
     quantized=QUANTIZED["MXFP4"],
 )
+COPIED = {"copies_packed": 1, "depth": 256, "down_depth": 256}
+TABLE += MXFP4
+TABLE += [replace(case, name=f"{case.name}, by TMA", tiles=COPIED) for case in MXFP4[:2]]

@@ -1,0 +1,373 @@
+"""WGMMA GEMMs of experts with packed MXFP4 weights (Pallas, Mosaic GPU).
+
+A program has a tile of slots and `WIDE` outputs of its expert: 32 of the gate and the same of up,
+or 64 of down. Outputs are the wide side of the tensor core, slots the narrow one. Without expert
+blocks a tile has one slot, and the product has the neighbours of its row too, which are dropped.
+
+Accumulation is one chain along the inputs, a weight is dequantised as by `block_loaders`, and the
+epilogue computes as in `experts`, so the bits equal those kernels' and Triton's.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.gemm.linear_epilogue import (
+    SQUARES_AT_ONCE,
+    WIDE,
+    activated,
+    added_up,
+    scales_of,
+)
+from kernels.pallas_gpu.gemm.linear_sm90 import has_mosaic
+from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
+from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertWeights
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, inverse_root, plus, sum_of, times
+from kernels.pallas_gpu.moe.experts_packed_sm90_mainloop import (
+    GROUP,
+    PRODUCT,
+    PackedExpertsBuffers,
+    PackedExpertsWork,
+    copy_blocks,
+    sums_of,
+)
+from kernels.pallas_gpu.moe.moe_align import ExpertBlocks
+from kernels.tiles import ExpertsTiles
+from shared.models.activation import Activation
+from shared.models.formats.four_bit import PARTS, block_of
+from shared.spec.reduction_order import SquaresOrder
+
+FORMAT = "mxfp4_w4a16"
+"""Format with a dequantisation below."""
+
+
+class PackedExpertsRefs(NamedTuple):
+    """References of a program in global memory; None if absent."""
+
+    x: Any
+    weights: Any
+    scales: Any
+    layer: Any
+    ids: Any
+    out: Any
+    bias: Any = None
+    squares: Any = None
+    norms: Any = None
+    experts: Any = None
+    counts: Any = None
+    slots: Any = None
+
+
+def takes(
+    x: Float[jax.Array, "R hidden"],
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    *,
+    formats: tuple[str, str],
+    squares: Float[jax.Array, "R chunks"] | None,
+    activation: Activation,
+    is_adapted: bool,
+    tiles: ExpertsTiles,
+) -> bool:
+    """Returns whether the functions below support a block: MXFP4 experts with a gate."""
+    if not tiles.copies_packed or formats != (FORMAT, FORMAT) or is_adapted or not has_mosaic():
+        return False
+    hidden, inner = x.shape[1], down.weights.shape[3] * PARTS
+    depths = (hidden, tiles.depth), (inner, tiles.down_depth)
+    is_whole = all(depth % block_of(inputs) == 0 for inputs, depth in depths)
+    is_whole &= hidden % PRODUCT == 0 and down.weights.shape[2] % WIDE == 0
+    is_whole &= gate_up.weights.shape[2] % WIDE == 0
+    is_small = tiles.slots <= 32 if tiles.grouped else len(x) < LINES
+    is_normed = squares is not None and squares.shape[1] >= SQUARES_AT_ONCE
+    return is_whole and is_small and is_normed and activation.is_gated and x.dtype == jnp.bfloat16
+
+
+def outputs_of_slots(
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"],
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    ids: Int[jax.Array, "R slots"],
+    expert_blocks: ExpertBlocks | None,
+    layer: Int[jax.Array, ""],
+    *,
+    gathered: Callable[[jax.Array], jax.Array],
+    eps: float,
+    activation: Activation,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Float[jax.Array, "all_slots hidden"]:
+    """Computes the output of its expert for every slot; for the arguments see `experts`."""
+    selected = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer}
+    how = selected | {"squares_order": squares_order, "tiles": tiles}
+    inner = act_and_mul_linear(scaled, squares, gate_up, eps=eps, activation=activation, **how)
+    return linear(gathered(inner), down, **how)
+
+
+def act_and_mul_linear(
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"],
+    gate_up: ExpertWeights,
+    ids: Int[jax.Array, "R slots"],
+    expert_blocks: ExpertBlocks | None,
+    layer: Int[jax.Array, ""],
+    *,
+    eps: float,
+    activation: Activation,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Float[jax.Array, "all_slots inner"]:
+    """Same as `experts.act_and_mul_linear`; with expert blocks, the result has their lanes."""
+    (R, _), slots = scaled.shape, ids.shape[1]
+    operands: dict[str, Any] = {"x": scaled, "squares": squares}
+    if expert_blocks is not None:
+        row = lanes_of(expert_blocks, tiles.slots).reshape(-1) // slots
+        norms = scales_of(squares, -(-R // 16) * 16, scaled.shape[1], eps, squares_order)
+        operands = {"x": scaled[row], "norms": norms[row]}
+    return _product(
+        operands,
+        gate_up,
+        ids,
+        expert_blocks,
+        layer,
+        rows_of=slots,
+        activation=activation,
+        eps=eps,
+        order=squares_order,
+        tiles=tiles,
+    )
+
+
+def linear(
+    inner: Float[jax.Array, "all_slots inner"],
+    down: ExpertWeights,
+    ids: Int[jax.Array, "R slots"],
+    expert_blocks: ExpertBlocks | None,
+    layer: Int[jax.Array, ""],
+    *,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Float[jax.Array, "all_slots hidden"]:
+    """Computes the down GEMM of every slot, from the result of `act_and_mul_linear`."""
+    return _product(
+        {"x": inner},
+        down,
+        ids,
+        expert_blocks,
+        layer,
+        rows_of=1,
+        activation=None,
+        eps=0.0,
+        order=squares_order,
+        tiles=tiles,
+    )
+
+
+def lanes_of(expert_blocks: ExpertBlocks, lanes: int) -> Int[jax.Array, "tiles lanes"]:
+    """Returns the slots of each tile; those of lanes without one are arbitrary, but in bounds."""
+    stored, rows = expert_blocks.slots.shape
+    first, lane = expert_blocks.firsts[:, None], jnp.arange(lanes)[None, :]
+    has_slot = lane < expert_blocks.counts[:, None]
+    place = jnp.where(has_slot, first + lane, 0)
+    slots = expert_blocks.slots.reshape(stored * rows)
+    return jnp.where(has_slot, slots[jnp.clip(place, 0, stored * rows - 1)], 0)
+
+
+def whole_lines(rows: int) -> int:
+    """Returns a number of rows that a TMA descriptor supports: whole groups of lines, or less."""
+    return rows if rows < LINES else -(-rows // LINES) * LINES
+
+
+# Jitted so that a program contains it once for all layers, as `linear_sm90`.
+@functools.partial(
+    jax.jit,
+    static_argnames=("rows_of", "activation", "eps", "order", "tiles"),
+)
+def _product(
+    operands, stored, ids, expert_blocks, layer, *, rows_of, activation, eps, order, tiles
+):
+    """Multiplies the rows of all tiles with their experts; without an activation for down."""
+    is_gated, is_grouped = activation is not None, expert_blocks is not None
+    (R, slots), (layers, experts, outputs, words) = ids.shape, stored.weights.shape
+    outputs //= 2 if is_gated else 1
+    # Scales of consecutive outputs are consecutive bytes, which one copy reads.
+    scales = stored.scales.reshape(layers, experts, -1)
+    operands |= {"weights": stored.weights, "scales": scales, "layer": layer.reshape(1)}
+    operands["ids"] = ids
+    if is_grouped:
+        operands |= {"experts": expert_blocks.experts, "counts": expert_blocks.counts}
+        operands["slots"] = lanes_of(expert_blocks, tiles.slots)
+    if stored.bias is not None:
+        operands["bias"] = stored.bias
+    num_tiles = len(expert_blocks.counts) if is_grouped else R * slots
+    work = PackedExpertsWork(
+        operands=tuple(operands),
+        inputs=words * PARTS,
+        outputs=outputs,
+        columns=WIDE // (2 if is_gated else 1),
+        is_gated=is_gated,
+        lanes=tiles.slots if is_grouped else LINES,
+        is_grouped=is_grouped,
+        slots=slots,
+        rows_of=rows_of,
+        depth=tiles.depth if is_gated else tiles.down_depth,
+        stages=tiles.stages if is_gated else tiles.down_stages,
+        activation=activation,
+        eps=eps,
+        order=order,
+        out_type=jnp.bfloat16 if is_gated else jnp.float32,
+    )
+    lines = R * slots
+    if is_gated:
+        lines = num_tiles * tiles.slots if is_grouped else whole_lines(lines)
+    return plgpu.kernel(
+        functools.partial(_packed_kernel, work=work),
+        out_type=jax.ShapeDtypeStruct((lines, outputs), work.out_type),
+        grid=(num_tiles, outputs // work.columns),
+        grid_names=("tile", "column"),
+        num_threads=2,
+        thread_name="group",
+        scratch_types={
+            k: v for k, v in _buffers(work, stored.bias)._asdict().items() if v is not None
+        },
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="experts_packed_sm90",
+    )(*operands.values())
+
+
+def _buffers(work, bias):
+    """Returns the shared-memory types of a program."""
+
+    def ring(rows, columns, line, dtype):
+        swizzle = plgpu.SwizzleTransform(line * np.dtype(dtype).itemsize)
+        layout = plgpu.TilingTransform((LINES, line)), swizzle
+        return plgpu.SMEM((work.stages, rows, columns), dtype, transforms=layout)
+
+    groups, more = work.inputs // GROUP, {}
+    if bias is not None:
+        more["bias"] = plgpu.SMEM((WIDE,), bias.dtype)
+    if work.is_gated:
+        more["sums"] = plgpu.SMEM((WIDE + work.columns, work.lanes), jnp.float32)
+    copies = WIDE // work.columns
+    return PackedExpertsBuffers(
+        rows=ring(work.lanes, work.depth, LINE_BYTES // 2, jnp.bfloat16),
+        words=ring(WIDE, work.depth // PARTS, work.words, jnp.int32),
+        full=plgpu.Barrier(num_arrivals=1 + copies, num_barriers=work.stages),
+        free=plgpu.Barrier(num_barriers=work.stages),
+        scales=plgpu.SMEM((WIDE * groups,), jnp.uint8),
+        ready=plgpu.Barrier(num_arrivals=copies * (1 if bias is None else 2)),
+        out=plgpu.SMEM((work.lanes, WIDE), work.out_type),
+        **more,
+    )
+
+
+def _packed_kernel(*refs, work, **shared):
+    """One program per tile and block of outputs."""
+    *refs, out = refs
+    refs = PackedExpertsRefs(out=out, **dict(zip(work.operands, refs, strict=True)))
+    shared, tile = PackedExpertsBuffers(**shared), lax.axis_index("tile")
+    column = lax.axis_index("column") * work.columns
+    if work.is_grouped:
+        expert, count = refs.experts[tile], refs.counts[tile]
+    else:
+        expert = refs.ids[lax.div(tile, work.slots), lax.rem(tile, work.slots)]
+        count = jnp.where(expert < 0, 0, 1)
+
+    @pl.when((lax.axis_index("group") == 1) & (count > 0))
+    def _copy():
+        copy_blocks(refs, shared, work, tile, expert, column)
+
+    @pl.when((lax.axis_index("group") == 0) & (count > 0))
+    def _multiply():
+        norms = _norms(refs, work, tile) if work.is_gated else None
+        sums = sums_of(shared, work)
+        if norms is not None:
+            sums = sums * norms
+        if refs.bias is not None:
+            bias = plgpu.load(shared.bias, layout=LAYOUT.reduce(1), optimized=False)
+            bias = lax.broadcast_in_dim(bias.astype(jnp.float32), sums.shape, [0])
+            sums = sum_of(sums, bias)
+        if work.is_gated:
+            up = _moved_up(sums, shared.sums, work.columns)
+            shared.out.T[...] = activated([sums, up], work).astype(work.out_type)
+        else:
+            _store_turned(sums, shared.out)
+        plgpu.commit_smem()
+        _store(refs, shared, work, tile, column, count)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _norms(refs, work, tile):
+    """Returns the norm scales of the slots, which are columns of the accumulators."""
+    shape, of_outputs = (WIDE, work.lanes), LAYOUT.reduce(1)
+    if work.is_grouped:
+        at = refs.norms.at[pl.ds(tile * work.lanes, work.lanes)]
+        norms = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
+        return lax.broadcast_in_dim(norms, shape, [1])
+    row, chunks = lax.div(tile, work.rows_of), refs.squares.shape[1]
+    parts, count = [], SQUARES_AT_ONCE
+    for first in range(0, chunks, count):
+        # A last part that is not full overlaps the one before.
+        at = refs.squares.at[row, pl.ds(min(first, chunks - count), count)]
+        part = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
+        part = lax.broadcast_in_dim(part, (WIDE, count), [1])
+        if first > chunks - count:
+            number = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=LAYOUT)
+            part = jnp.where(number >= first - (chunks - count), part, 0.0)
+        parts.append(part)
+    mean = added_up(parts, work.order.digits_of_chunks)
+    mean = times(mean, 1.0 / refs.x.shape[1], layout=of_outputs)
+    norm = inverse_root(plus(mean, work.eps, layout=of_outputs), layout=of_outputs)
+    return lax.broadcast_in_dim(norm, shape, [0])
+
+
+def _moved_up(values, buffer, count):
+    """Moves rows up by a count through shared memory; the last rows are then arbitrary."""
+    kind = plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=kind)
+    def apply(_, values, buffer):
+        values.store_untiled(mgpu.memref_slice(buffer, slice(0, WIDE)), optimized=False)
+        mgpu.warpgroup_barrier()
+        moved = mgpu.memref_slice(buffer, slice(count, count + WIDE))
+        layout = values.layout
+        return mgpu.FragmentedArray.load_untiled(moved, layout=layout, optimized=False)
+
+    return apply(values, buffer)
+
+
+def _store_turned(values, buffer):
+    """Stores float32, outputs by slots, in shared memory, slots by outputs."""
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
+    def apply(_, values, buffer):
+        values = values.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+        values.store_untiled(utils.memref_transpose(buffer, (1, 0)), optimized=False)
+        mgpu.warpgroup_barrier()
+
+    apply(values, buffer)
+
+
+def _store(refs, shared, work, tile, column, count):
+    """Copies the result of each slot to its place in global memory."""
+    columns = pl.ds(column, work.columns)
+    for lane in range(work.lanes if work.is_grouped else 1):
+
+        @pl.when(lane < count)
+        def _store_slot(lane=lane):
+            slot, line = tile, lax.rem(lax.div(tile, work.rows_of), LINES)
+            if work.is_grouped:
+                slot = tile * work.lanes + lane if work.is_gated else refs.slots[tile, lane]
+                line = lane
+            part = shared.out.at[line, pl.ds(0, work.columns)]
+            plgpu.copy_smem_to_gmem(part, refs.out.at[slot, columns])
