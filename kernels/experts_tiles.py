@@ -52,7 +52,8 @@ class ExpertsTiles:
 
     def __post_init__(self) -> None:
         # Tensor cores require at least 16 of each, and squares are summed by 64.
-        least = {"slots": 16, "columns": 16, "depth": 16, "warps": 1}
+        least = {"columns": 16, "depth": 16, "warps": 1}
+        least |= {"slots": 8 if self.copies_packed else 16}
         of_down = 32 if self.copies_packed else 64
         least |= {"down_columns": of_down, "down_depth": 16, "down_warps": 1}
         least |= {"sum_columns": 64, "sum_warps": 1}
@@ -70,6 +71,7 @@ class ExpertsTiles:
         return replace(
             self,
             copies_packed=False,
+            slots=max(self.slots, 16),
             stages=stages,
             down_stages=down_stages,
             down_columns=max(self.down_columns, 64),
