@@ -286,15 +286,17 @@ COPIED = {
 
 
 @on_a_gpu
-@pytest.mark.parametrize("depth", [256, 512])
-@pytest.mark.parametrize(("rows", "grouped"), [(1, False), (3, False), (7, True), (40, True)])
+@pytest.mark.parametrize(
+    ("rows", "slots", "depth"),
+    [(1, 0, 256), (3, 0, 512), (7, 8, 256), (8, 16, 512), (40, 8, 512), (40, 16, 256)],
+)
 @pytest.mark.parametrize("name", COPIED)
-def test_experts_packed_sm90_bitwise_equal(name: str, rows: int, grouped: bool, depth: int) -> None:
+def test_experts_packed_sm90_bitwise_equal(name: str, rows: int, slots: int, depth: int) -> None:
     """The results of kernels that copy packed weights by TMA, and of those that do not."""
     module = KERNELS["pallas"]["experts"].experts_packed_sm90
-    cut, case = tiles(grouped=grouped), COPIED[name]
+    cut, case = tiles(grouped=slots > 0), COPIED[name]
     how = {"depth": depth, "down_depth": depth, "stages": 3, "down_stages": 3}
-    copied = replace(cut, copies_packed=True, **how)
+    copied = replace(cut, copies_packed=True, slots=slots or cut.slots, **how)
     with patch.object(module, "linear", wraps=module.linear) as ran:
         got = run("pallas", case, cut=copied, rows=list(range(rows)))
     assert ran.called

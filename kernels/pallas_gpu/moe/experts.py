@@ -120,6 +120,20 @@ def experts(
       The new rows; the rows times the next norm's scale, or the rows themselves without one; and
       their sums of squares. Padding rows are undefined. And the arrivals, reset to zero.
     """
+    read = scaled if latents is None else latents
+    stored = ExpertWeights(gate_up, gate_up_scales, gate_up_bias)
+    stored_down = ExpertWeights(down, down_scales, down_bias)
+    is_copied = experts_packed_sm90.takes(
+        read,
+        stored,
+        stored_down,
+        formats=formats,
+        squares=squares if latents is None else None,
+        activation=activation,
+        is_adapted=gate_up_lora is not None or down_lora is not None,
+        tiles=tiles,
+    )
+    tiles = tiles if is_copied else tiles.loaded
     chosen, arrivals = route(
         scaled if scored is None else scored,
         squares,
@@ -143,19 +157,6 @@ def experts(
         expert_blocks, arrivals = group(
             chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
         )
-    read = scaled if latents is None else latents
-    stored = ExpertWeights(gate_up, gate_up_scales, gate_up_bias)
-    stored_down = ExpertWeights(down, down_scales, down_bias)
-    is_copied = experts_packed_sm90.takes(
-        read,
-        stored,
-        stored_down,
-        formats=formats,
-        squares=squares if latents is None else None,
-        activation=activation,
-        is_adapted=gate_up_lora is not None or down_lora is not None,
-        tiles=tiles,
-    )
     if is_copied:
         selected = {"ids": chosen.ids, "expert_blocks": expert_blocks, "layer": layer}
         how = {"gathered": gathered, "eps": eps, "activation": activation}
@@ -166,7 +167,6 @@ def experts(
         epilogue = ExpertEpilogue(rows, chosen.weights, next_norm, norm_layer.reshape(1))
         sums |= {"factor": routing.output_factor}
         return sum_slots(parts, chosen.ids, epilogue, **sums), arrivals
-    tiles = tiles.loaded
     shrink = partial(
         shrink_experts,
         ids=chosen.ids,

@@ -47,6 +47,8 @@ from shared.models.activation import Activation
 from shared.models.formats.four_bit import PARTS, block_of
 from shared.spec.reduction_order import SquaresOrder
 
+_SCALE_ROWS = 16
+"""Multiple of the rows of `scales_of`."""
 FORMAT = "mxfp4_w4a16"
 """Format with a dequantisation below."""
 
@@ -128,12 +130,16 @@ def act_and_mul_linear(
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots inner"]:
     """Same as `experts.act_and_mul_linear`; with expert blocks, the result has their lanes."""
-    (R, _), slots = scaled.shape, ids.shape[1]
-    operands: dict[str, Any] = {"x": scaled, "squares": squares}
-    if expert_blocks is not None:
+    (R, hidden), slots = scaled.shape, ids.shape[1]
+    if expert_blocks is None:
+        operands = {"x": scaled, "squares": squares}
+    else:
+        count = -(-max(R, tiles.slots) // _SCALE_ROWS) * _SCALE_ROWS
+        operands = {"x": scaled, "norms": scales_of(squares, count, hidden, eps, squares_order)}
+    has_all = tiles.slots >= R and whole_lines(R) == R
+    if expert_blocks is not None and not has_all:
         row = lanes_of(expert_blocks, tiles.slots).reshape(-1) // slots
-        norms = scales_of(squares, -(-R // 16) * 16, scaled.shape[1], eps, squares_order)
-        operands = {"x": scaled[row], "norms": norms[row]}
+        operands = {name: x[row] for name, x in operands.items()}
     return _product(
         operands,
         gate_up,
@@ -141,6 +147,7 @@ def act_and_mul_linear(
         expert_blocks,
         layer,
         rows_of=slots,
+        has_all_rows=has_all,
         activation=activation,
         eps=eps,
         order=squares_order,
@@ -166,6 +173,7 @@ def linear(
         expert_blocks,
         layer,
         rows_of=1,
+        has_all_rows=False,
         activation=None,
         eps=0.0,
         order=squares_order,
@@ -191,10 +199,21 @@ def whole_lines(rows: int) -> int:
 # Jitted so that a program contains it once for all layers, as `linear_sm90`.
 @functools.partial(
     jax.jit,
-    static_argnames=("rows_of", "activation", "eps", "order", "tiles"),
+    static_argnames=("rows_of", "has_all_rows", "activation", "eps", "order", "tiles"),
 )
 def _product(
-    operands, stored, ids, expert_blocks, layer, *, rows_of, activation, eps, order, tiles
+    operands,
+    stored,
+    ids,
+    expert_blocks,
+    layer,
+    *,
+    rows_of,
+    has_all_rows,
+    activation,
+    eps,
+    order,
+    tiles,
 ):
     """Multiplies the rows of all tiles with their experts; without an activation for down."""
     is_gated, is_grouped = activation is not None, expert_blocks is not None
@@ -220,6 +239,7 @@ def _product(
         is_grouped=is_grouped,
         slots=slots,
         rows_of=rows_of,
+        has_all_rows=is_grouped and has_all_rows,
         depth=tiles.depth if is_gated else tiles.down_depth,
         stages=tiles.stages if is_gated else tiles.down_stages,
         activation=activation,
@@ -311,7 +331,7 @@ def _norms(refs, work, tile):
     """Returns the norm scales of the slots, which are columns of the accumulators."""
     shape, of_outputs = (WIDE, work.lanes), LAYOUT.reduce(1)
     if work.is_grouped:
-        at = refs.norms.at[pl.ds(tile * work.lanes, work.lanes)]
+        at = refs.norms.at[pl.ds(work.first_row(tile), work.lanes)]
         norms = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
         return lax.broadcast_in_dim(norms, shape, [1])
     row, chunks = lax.div(tile, work.rows_of), refs.squares.shape[1]
@@ -367,7 +387,10 @@ def _store(refs, shared, work, tile, column, count):
         def _store_slot(lane=lane):
             slot, line = tile, lax.rem(lax.div(tile, work.rows_of), LINES)
             if work.is_grouped:
-                slot = tile * work.lanes + lane if work.is_gated else refs.slots[tile, lane]
-                line = lane
+                slot, line = refs.slots[tile, lane], lane
+            if work.has_all_rows:
+                line = lax.div(slot, work.slots)
+            if work.is_grouped and work.is_gated:
+                slot = tile * work.lanes + lane
             part = shared.out.at[line, pl.ds(0, work.columns)]
             plgpu.copy_smem_to_gmem(part, refs.out.at[slot, columns])

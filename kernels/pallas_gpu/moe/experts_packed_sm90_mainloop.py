@@ -51,6 +51,7 @@ class PackedExpertsWork:
       is_grouped: Whether a tile has the slots of expert blocks.
       slots: Slots of a row.
       rows_of: Consecutive slots that read the same row, without expert blocks.
+      has_all_rows: Whether the lanes of all expert blocks are all rows, in their order.
       depth, stages: Inputs per step, in whole packed blocks, and pipeline stages.
       activation, eps, order: Same as for `experts.act_and_mul_linear`.
       out_type: Type of the result.
@@ -65,6 +66,7 @@ class PackedExpertsWork:
     is_grouped: bool
     slots: int
     rows_of: int
+    has_all_rows: bool
     depth: int
     stages: int
     activation: Activation | None
@@ -76,6 +78,13 @@ class PackedExpertsWork:
     def steps(self) -> int:
         """Returns the steps along the inputs; the last may have inputs out of bounds."""
         return pl.cdiv(self.inputs, self.depth)
+
+    def first_row(self, tile: Any) -> Any:
+        """Returns the first row of the lanes of a tile."""
+        if self.has_all_rows:
+            return 0
+        group = tile if self.is_grouped else lax.div(lax.div(tile, self.rows_of), LINES)
+        return group * self.lanes
 
     @property
     def block(self) -> int:
@@ -116,8 +125,7 @@ def copy_blocks(refs, shared, work, tile, expert, column):
     layer, words, groups = refs.layer[0], work.depth // PARTS, work.inputs // GROUP
     firsts = [column + i * work.outputs for i in range(WIDE // work.columns)]
     weight_ref = refs.weights.at[layer, expert]
-    group = tile if work.is_grouped else lax.div(lax.div(tile, work.rows_of), LINES)
-    row = group * work.lanes
+    row = work.first_row(tile)
 
     def copy(k, _):
         slot = lax.rem(k, work.stages)
