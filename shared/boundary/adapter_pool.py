@@ -141,9 +141,11 @@ class AdapterPoolSpec:
             words = np.empty(self.num_words(program), np.int32)
             for array, span in self.arrays(program):
                 values = getattr(adapter[array.parameter], array.name)[array.layers]
-                # Reading checkpoints has registered bfloat16.
-                stored = np.ascontiguousarray(values.astype(array.dtype))
-                words[span] = stored.reshape(-1).view(np.int32)
+                # Reading checkpoints has registered bfloat16. Conversions to it hold the GIL, for
+                # which steps wait; one layer takes less than a millisecond.
+                stored = words[span].view(array.dtype).reshape(array.shape)
+                for layer, converted in zip(values, stored, strict=True):
+                    converted[...] = layer
             packed.append(words)
         return tuple(packed)
 
