@@ -36,12 +36,16 @@ def mxfp4_pair(words, first, second, byte: tl.constexpr, is_launched: tl.constex
 
 @triton.constexpr_function
 def mxfp4_assembly(byte):
-    """Returns PTX for two int32: moves sign, exponent and mantissa of codes, and applies scales."""
+    """Returns PTX for two int32: moves sign, exponent and mantissa of codes, and applies scales.
+
+    A byte is copied to both bytes of its bfloat16. All shifts are to the left: a multiplier can
+    compute them, so that the unit of the logical operations has fewer instructions.
+    """
     selected = f"0x{4 + byte}{4 + byte}{byte}{byte}"
     lines = [".reg .b32 t, m;", f"prmt.b32 t, $2, $3, {selected};"]
     for out, scale in (("$1", "$5"), ("$0", "$4")):
         lines += [
-            "shr.u32 m, t, 6;",
+            "shl.b32 m, t, 2;",
             "and.b32 m, m, 0x01c001c0;",
             "lop3.b32 m, t, 0x80008000, m, 0xea;",
             f"mul.rn.bf16x2 {out}, m, {scale};",
