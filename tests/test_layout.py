@@ -29,7 +29,7 @@ ONE_SIDED_FOLDER = "training"
 _PARTS = """
     activation all_gather attention_layer_mainloop attention_layer_sm90 attention_layer_trees
     attention_sm90 block_loaders dequantize encoder_attention encoder_attention_sm90
-    encoder_qkv_layout expert_lora expert_sums
+    encoder_qkv_layout expert_lora expert_sums experts_packed_sm90 experts_packed_sm90_mainloop
     flag_protocol flatten_tree fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_layer
     gdn_prefill gdn_rows gdn_tree gumbel_noise head_dim_padding head_product int4_w4a16
     kv_compaction latent_attention_mainloop latent_attention_sm90 latent_attention_sm90_mainloop
@@ -43,8 +43,6 @@ _PARTS = """
 PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {
-    "experts_packed_sm90",
-    "experts_packed_sm90_mainloop",
     "ptx",
     "linear_swap_ab",
     "linear_tile",

@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
-from kernels.triton_gpu.gemm.block_loaders import OperandTile, TileLoads, packed_tile
+from kernels.triton_gpu.gemm.block_loaders import OperandTile, TileLoads, format_of, packed_tile
+from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.linear_mainloop import accumulate
-from kernels.triton_gpu.gemm.lora import AdapterSizes
+from kernels.triton_gpu.gemm.lora import AdapterSizes, RowAdapters
 
 
 class ExpertWeights(NamedTuple):
@@ -64,6 +66,34 @@ class ExpertGemmConfig(NamedTuple):
         down = tiles.down_columns, tiles.down_depth, tiles.down_stages
         columns, depth, stages = down if is_down else gate_up
         return cls(tiles.slots, tiles.swapped, columns, depth, stages, tiles.grouped)
+
+
+def gemm_sizes(
+    stored: ExpertWeights,
+    name: str,
+    outputs: int,
+    inputs: int,
+    routing: RoutingSettings,
+    config: ExpertGemmConfig,
+    lora: RowAdapters | None,
+    *,
+    is_scaled: bool,
+) -> ExpertGemmSizes:
+    """Returns the sizes of a GEMM."""
+    format = format_of(name, config.depth, stored.weights, stored.scales)
+    loads = TileLoads.of(
+        format,
+        "row",
+        inputs,
+        has_all_rows=False,
+        has_all_outputs=outputs % config.columns == 0,
+        is_interpreted=not launching(stored.weights)["is_launched"],
+    )
+    is_biased, factor = stored.bias is not None, routing.output_factor
+    adapters = None if lora is None else lora.sizes
+    return ExpertGemmSizes(
+        outputs, inputs, routing.slots, factor, is_scaled, is_biased, loads, adapters
+    )
 
 
 class ExpertTile(NamedTuple):

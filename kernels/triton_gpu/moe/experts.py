@@ -21,17 +21,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.routing import RoutingSettings
 from kernels.tiles import ExpertsTiles
 from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
-from kernels.triton_gpu.gemm.block_loaders import TileLoads, format_of
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.lora import RowAdapters
 from kernels.triton_gpu.gemm.moe_gemm_tiles import (
     ExpertGemmConfig,
-    ExpertGemmSizes,
     ExpertWeights,
     bias_of,
+    gemm_sizes,
     product_of,
     tile_of,
 )
+from kernels.triton_gpu.moe import experts_packed_sm90
 from kernels.triton_gpu.moe.expert_lora import ExpertAdapters, expand_expert, shrink_experts
 from kernels.triton_gpu.moe.expert_sums import (
     ExpertEpilogue,
@@ -189,9 +189,29 @@ def act_and_mul_linear(
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
     chunks = 0 if squares is None else squares.shape[1]
     spread = triton.next_power_of_2(max(chunks, 1))
-    config = ExpertGemmConfig.of(tiles)
-    sizes = _sizes(gate_up, format, N, hidden, routing, config, lora, is_scaled=False)
+    config = ExpertGemmConfig.of(tiles.loaded)
+    sizes = gemm_sizes(gate_up, format, N, hidden, routing, config, lora, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
+    is_copied = activation.num_projections == 2 and experts_packed_sm90.takes(
+        scaled, gate_up, format=format, has_adapters=lora is not None, tiles=tiles
+    )
+    if is_copied:
+        experts_packed_sm90.launch_gated(
+            scaled,
+            squares,
+            gate_up,
+            ids,
+            blocks_or_pointers(expert_blocks, ids),
+            inner,
+            eps,
+            _tiles(R, routing, tiles),
+            activation=activation,
+            sizes=sizes,
+            chunks=RouterChunks(chunks, spread, squares_order.digits_of_chunks),
+            tiles=tiles,
+            **launching(scaled),
+        )
+        return inner
     _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
         scaled,
         squares,
@@ -229,7 +249,7 @@ def linear_add(
     """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
     config = ExpertGemmConfig.of(tiles, is_down=True)
-    sizes = _sizes(down, format, N, K, routing, config, lora, is_scaled=next_norm is not None)
+    sizes = gemm_sizes(down, format, N, K, routing, config, lora, is_scaled=next_norm is not None)
     chunks = triton.cdiv(N, squares_order.chunk)
     parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
     out = torch.empty_like(rows)
@@ -238,22 +258,42 @@ def linear_add(
     norm = parts if next_norm is None else next_norm
     epilogue = ExpertEpilogue(rows=rows, weights=chosen.weights, norm=norm)
     sums = ExpertSums(length=squares_order.chunk, digits=squares_order.digits)
-    _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
-        inner,
-        down.pointers,
-        chosen.ids,
-        blocks_or_pointers(expert_blocks, chosen.ids),
-        parts,
-        arrivals,
-        epilogue,
-        stream,
-        None if lora is None else lora.operands,
-        sizes=sizes,
-        sums=sums,
-        config=config,
-        num_warps=tiles.down_warps,
-        **launching(rows),
+    is_copied = experts_packed_sm90.takes(
+        inner, down, format=format, has_adapters=lora is not None, tiles=tiles
     )
+    if is_copied:
+        experts_packed_sm90.launch_down(
+            inner,
+            down,
+            chosen.ids,
+            blocks_or_pointers(expert_blocks, chosen.ids),
+            parts,
+            arrivals,
+            epilogue,
+            stream,
+            _tiles(R, routing, tiles),
+            sizes=sizes,
+            sums=sums,
+            tiles=tiles,
+            **launching(rows),
+        )
+    else:
+        _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
+            inner,
+            down.pointers,
+            chosen.ids,
+            blocks_or_pointers(expert_blocks, chosen.ids),
+            parts,
+            arrivals,
+            epilogue,
+            stream,
+            None if lora is None else lora.operands,
+            sizes=sizes,
+            sums=sums,
+            config=config,
+            num_warps=tiles.down_warps,
+            **launching(rows),
+        )
     if tiles.grouped:
         sum_kernel[(R * triton.cdiv(N, tiles.sum_columns),)](
             parts,
@@ -271,34 +311,6 @@ def linear_add(
 
 def _tiles(rows: int, routing: RoutingSettings, tiles: ExpertsTiles) -> int:
     return max_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
-
-
-def _sizes(
-    stored: ExpertWeights,
-    name: str,
-    outputs: int,
-    inputs: int,
-    routing: RoutingSettings,
-    config: ExpertGemmConfig,
-    lora: RowAdapters | None,
-    *,
-    is_scaled: bool,
-) -> ExpertGemmSizes:
-    """Returns the sizes of a GEMM."""
-    format = format_of(name, config.depth, stored.weights, stored.scales)
-    loads = TileLoads.of(
-        format,
-        "row",
-        inputs,
-        has_all_rows=False,
-        has_all_outputs=outputs % config.columns == 0,
-        is_interpreted=not launching(stored.weights)["is_launched"],
-    )
-    is_biased, factor = stored.bias is not None, routing.output_factor
-    adapters = None if lora is None else lora.sizes
-    return ExpertGemmSizes(
-        outputs, inputs, routing.slots, factor, is_scaled, is_biased, loads, adapters
-    )
 
 
 @triton.jit

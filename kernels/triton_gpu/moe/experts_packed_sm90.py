@@ -1,0 +1,347 @@
+"""Grouped GEMMs of experts with a packed weight, for tiles of few slots, with TMA (Gluon).
+
+Outputs are the rows of the MMA, slots its columns. TMA copies blocks of packed words to a ring in
+shared memory, which also has the rows of the slots. A program loads all scales of its outputs at
+its start. The down GEMM copies its first words before the gate-up GEMM ends.
+
+Accumulation is one chain along the inputs, a weight is dequantised as by `block_loaders`, and the
+epilogues compute as in `experts`, so the bits equal those kernels'.
+"""
+
+import torch
+import triton
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.activation import act_and_mul
+from kernels.triton_gpu.gemm.linear_sm90 import is_on_hopper
+from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertGemmSizes, ExpertWeights
+from kernels.triton_gpu.gemm.sum_of_squares import add_up
+from kernels.triton_gpu.moe.expert_sums import ExpertEpilogue, ExpertStream, ExpertSums
+from kernels.triton_gpu.moe.experts_packed_sm90_mainloop import (
+    LANES,
+    ROWS,
+    WORDS,
+    PackedExpertConfig,
+    allocated,
+    at_lanes,
+    begin_rows,
+    begin_words,
+    product_of,
+    slots_of,
+    squares_layout,
+)
+from kernels.triton_gpu.moe.moe_align import ExpertBlocks
+from kernels.triton_gpu.moe.router import RouterChunks
+from shared.models.activation import Activation
+
+FORMATS = ("int4_w4a16", "mxfp4_w4a16")
+"""Formats with a dequantisation in the main loop."""
+_MOST_OUTPUTS = 64
+"""Maximum outputs of a tile, a chunk of squares."""
+
+# The name differs between versions of Triton.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+
+def takes(
+    x: Float[Tensor, "R inputs"],
+    stored: ExpertWeights,
+    *,
+    format: str,
+    has_adapters: bool,
+    tiles: ExpertsTiles,
+) -> bool:
+    """Returns whether `launch_gated` and `launch_down` support a call."""
+    scales, inputs = stored.scales, x.shape[1]
+    if scales is None or not tiles.copies_packed or format not in FORMATS or has_adapters:
+        return False
+    outputs, words = stored.weights.shape[1:]
+    of_line = scales.shape[-1] * scales.element_size() * WORDS.value // words
+    is_whole = scales.shape[1] == outputs and of_line % 4 == 0 and inputs % 8 == 0
+    is_tile = max(2 * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS and tiles.slots <= 32
+    return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
+
+
+def _config(
+    stored: ExpertWeights, sizes: ExpertGemmSizes, tiles: ExpertsTiles, *, is_down: bool
+) -> PackedExpertConfig:
+    halves = 1 if is_down else 2
+    columns, depth = (
+        (tiles.down_columns, tiles.down_depth) if is_down else (tiles.columns, tiles.depth)
+    )
+    in_line = WORDS.value * sizes.loads.format.packed
+    lines = max(1, depth // in_line)
+    scales = stored.scales.shape[-1] * stored.scales.element_size() // 4
+    of_line = scales * WORDS.value // sizes.loads.weight.row
+    steps = -(-sizes.K // (lines * in_line))
+    return PackedExpertConfig(
+        lanes=tiles.slots if tiles.grouped else LANES.value,
+        width=halves * columns,
+        halves=halves,
+        stages=tiles.down_stages if is_down else tiles.stages,
+        lines=lines,
+        scale_words=scales,
+        scales_of_line=of_line,
+        scale_rows=triton.next_power_of_2(steps * lines * of_line),
+        is_grouped=tiles.grouped,
+    )
+
+
+def _described(stored: ExpertWeights, config: PackedExpertConfig) -> TensorDescriptor:
+    """Returns the descriptor of a weight, `[stored halves, outputs, words]`."""
+    experts, outputs, words = stored.weights.shape
+    weight = stored.weights.view(experts * config.halves, outputs // config.halves, words)
+    block = [config.halves, config.width // config.halves, WORDS.value]
+    layout = gl.NVMMASharedLayout(128, element_bitwidth=32, rank=3)
+    return TensorDescriptor.from_tensor(weight, block, layout)
+
+
+def launch_gated(
+    scaled: Float[Tensor, "R hidden"],
+    squares: Float[Tensor, "R chunks"] | None,
+    gate_up: ExpertWeights,
+    ids: Int[Tensor, "R slots"],
+    expert_blocks: ExpertBlocks,
+    inner: Float[Tensor, "all_slots inner"],
+    eps: float,
+    num_tiles: int,
+    *,
+    activation: Activation,
+    sizes: ExpertGemmSizes,
+    chunks: RouterChunks,
+    tiles: ExpertsTiles,
+    **launching: bool,
+) -> None:
+    """Launches the gate-up GEMM for arrays that `takes` accepts; writes `inner`.
+
+    Args:
+      scaled, squares, gate_up, ids, expert_blocks, eps, activation, sizes, chunks, tiles: Same as
+        for the kernel of `experts`.
+      inner: Result.
+      num_tiles: Tiles of slots.
+      launching: Launch options, see `launching` in `linear`.
+    """
+    config = _config(gate_up, sizes, tiles, is_down=False)
+    _gated_packed_sm90_kernel[(num_tiles * triton.cdiv(sizes.N, tiles.columns),)](
+        scaled,
+        scaled if squares is None else squares,
+        _described(gate_up, config),
+        gate_up.pointers,
+        ids,
+        expert_blocks,
+        inner,
+        eps,
+        activation=activation,
+        sizes=sizes,
+        chunks=chunks,
+        config=config,
+        num_warps=config.width // ROWS.value,
+        **launching,
+    )
+
+
+def launch_down(
+    inner: Float[Tensor, "all_slots inner"],
+    down: ExpertWeights,
+    ids: Int[Tensor, "R slots"],
+    expert_blocks: ExpertBlocks,
+    parts: Float[Tensor, "all_slots hidden"],
+    arrivals: Int[Tensor, " counters"],
+    epilogue: ExpertEpilogue,
+    stream: ExpertStream,
+    num_tiles: int,
+    *,
+    sizes: ExpertGemmSizes,
+    sums: ExpertSums,
+    tiles: ExpertsTiles,
+    **launching: bool,
+) -> None:
+    """Launches the down GEMM for arrays that `takes` accepts; writes `parts` or `stream`.
+
+    Args: See `launch_gated`, and the kernel of `experts`.
+    """
+    config = _config(down, sizes, tiles, is_down=True)
+    _down_packed_sm90_kernel[(num_tiles * triton.cdiv(sizes.N, tiles.down_columns),)](
+        inner,
+        _described(down, config),
+        down.pointers,
+        ids,
+        expert_blocks,
+        parts,
+        arrivals,
+        epilogue,
+        stream,
+        sizes=sizes,
+        sums=sums,
+        config=config,
+        num_warps=config.width // ROWS.value,
+        **launching,
+    )
+
+
+@gluon.jit
+def _gated_packed_sm90_kernel(
+    x_at,
+    squares_at,
+    words_of,
+    stored,
+    ids_at,
+    expert_blocks,
+    inner_at,
+    eps,
+    activation: gl.constexpr,
+    sizes: gl.constexpr,
+    chunks: gl.constexpr,
+    config: gl.constexpr,
+    is_launched: gl.constexpr,
+):
+    """One program per tile of slots and block of outputs; gate and up rows form one tile."""
+    N: gl.constexpr = sizes.N
+    columns: gl.constexpr = config.width // 2
+    blocks: gl.constexpr = (N + columns - 1) // columns
+    warps: gl.constexpr = config.width // ROWS
+    if is_launched:
+        gdc_wait()
+    tile = slots_of(gl.program_id(0) // blocks, ids_at, expert_blocks, config)
+    if tile.count == 0:
+        return
+    first = gl.program_id(0) % blocks * columns
+    ring = allocated(words_of, sizes, config)
+    begin_words(words_of, stored, tile, first, ring, sizes, config)
+    row = tile.slots // sizes.slots
+    begin_rows(x_at, row, tile, ring, sizes, config)
+    if is_launched:  # the down GEMM may copy its first words
+        gdc_launch_dependents()
+    of_squares: gl.constexpr = squares_layout(chunks.spread, config)
+    scale = gl.full((config.lanes,), 1.0, gl.float32, gl.SliceLayout(1, of_squares))
+    if chunks.count > 0:
+        lane = gl.arange(0, config.lanes, gl.SliceLayout(1, of_squares))
+        of_row = at_lanes(row, lane, config)
+        chunk = gl.arange(0, chunks.spread, gl.SliceLayout(0, of_squares))
+        is_chunk = (lane < tile.count)[:, None] & (chunk < chunks.count)[None, :]
+        at = squares_at + of_row.to(gl.int64)[:, None] * chunks.count + chunk[None, :]
+        total = add_up(gl.load(at, mask=is_chunk, other=0.0), chunks.digits)
+        scale = gl.rsqrt(total * (1.0 / sizes.K) + eps)
+    acc = product_of(words_of, x_at, row, tile, first, ring, sizes, config)
+    acc = gl.permute(gl.reshape(acc, (warps, 2, 8, config.lanes)), (0, 2, 3, 1))
+    gate, up = gl.split(acc)
+    gate = gl.reshape(gate, (columns, config.lanes))
+    up = gl.reshape(up, (columns, config.lanes))
+    layout: gl.constexpr = gate.type.layout
+    scale = gl.convert_layout(scale, gl.SliceLayout(0, layout))[None, :]
+    gate, up = gate * scale, up * scale
+    column = first + gl.arange(0, columns, gl.SliceLayout(1, layout))
+    is_column = column < N
+    if sizes.is_biased:
+        bias = stored.bias + tile.expert.to(gl.int64) * (2 * N) + column
+        gate += gl.load(bias, mask=is_column, other=0.0).to(gl.float32)[:, None]
+        up += gl.load(bias + N, mask=is_column, other=0.0).to(gl.float32)[:, None]
+    out = act_and_mul(gate, up, activation)
+    lane = gl.arange(0, config.lanes, gl.SliceLayout(0, layout))
+    slots = at_lanes(tile.slots, lane, config)
+    place = slots.to(gl.int64)[None, :] * N + column[:, None]
+    keep = (lane < tile.count)[None, :] & is_column[:, None]
+    gl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def _down_packed_sm90_kernel(
+    x_at,
+    words_of,
+    stored,
+    ids_at,
+    expert_blocks,
+    parts_at,
+    arrivals_at,
+    epilogue,
+    stream,
+    sizes: gl.constexpr,
+    sums: gl.constexpr,
+    config: gl.constexpr,
+    is_launched: gl.constexpr,
+):
+    """Same as for gate and up; if slots are tiles, a row's last program adds them."""
+    N: gl.constexpr = sizes.N
+    blocks: gl.constexpr = (N + config.width - 1) // config.width
+    number, block = gl.program_id(0) // blocks, gl.program_id(0) % blocks
+    # All programs of the previous kernel have waited for the router and the groups.
+    tile = slots_of(number, ids_at, expert_blocks, config)
+    if tile.count == 0:
+        if is_launched:
+            gdc_wait()
+        return
+    ring = allocated(words_of, sizes, config)
+    begin_words(words_of, stored, tile, block * config.width, ring, sizes, config)
+    if is_launched:
+        gdc_wait()
+    begin_rows(x_at, tile.slots, tile, ring, sizes, config)
+    if is_launched:
+        gdc_launch_dependents()
+    acc = product_of(words_of, x_at, tile.slots, tile, block * config.width, ring, sizes, config)
+    layout: gl.constexpr = acc.type.layout
+    column = block * config.width + gl.arange(0, config.width, gl.SliceLayout(1, layout))
+    is_column = column < N
+    if sizes.is_biased:
+        bias = stored.bias + tile.expert.to(gl.int64) * N + column
+        acc += gl.load(bias, mask=is_column, other=0.0).to(gl.float32)[:, None]
+    lane = gl.arange(0, config.lanes, gl.SliceLayout(0, layout))
+    slots = at_lanes(tile.slots, lane, config)
+    place = slots.to(gl.int64)[None, :] * N + column[:, None]
+    gl.store(parts_at + place, acc, mask=(lane < tile.count)[None, :] & is_column[:, None])
+    if not config.is_grouped:
+        _barrier()  # the stores of all threads, before one of them counts
+        chunks: gl.constexpr = (N + sums.length - 1) // sums.length
+        row, chunk = number // sizes.slots, block * config.width // sums.length
+        counter = arrivals_at + row * chunks + chunk
+        rest = N - chunk * sums.length
+        programs = gl.minimum(
+            sums.length // config.width, (rest + config.width - 1) // config.width
+        )
+        if gl.atomic_add(counter, 1, sem="acq_rel") == sizes.slots * programs - 1:
+            gl.store(counter, 0)
+            _add_slots(parts_at, epilogue, stream, row, chunk, sizes, sums, config)
+
+
+@gluon.jit
+def _add_slots(
+    parts_at,
+    epilogue,
+    stream,
+    row,
+    chunk,
+    sizes: gl.constexpr,
+    sums: gl.constexpr,
+    config: gl.constexpr,
+):
+    """Same as `expert_sums.add_slots`, for one chunk of squares."""
+    N: gl.constexpr = sizes.N
+    slots: gl.constexpr = sizes.slots
+    warps: gl.constexpr = config.width // ROWS
+    chunks: gl.constexpr = (N + sums.length - 1) // sums.length
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, warps], [1, 0])
+    column = gl.arange(0, sums.length, gl.SliceLayout(0, layout)) + chunk * sums.length
+    is_column = column < N
+    total = gl.full((sums.length,), 0.0, gl.float32, gl.SliceLayout(0, layout))
+    for slot in gl.static_range(slots):
+        at = parts_at + (row * slots + slot).to(gl.int64) * N + column
+        part = gl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")
+        total += part * gl.load(epilogue.weights + row * slots + slot)
+    place = row.to(gl.int64) * N + column
+    before = gl.load(epilogue.rows + place, mask=is_column, other=0.0)
+    out = (total * sizes.factor + before.to(gl.float32)).to(stream.rows.dtype.element_ty)
+    gl.store(stream.rows + place, out, mask=is_column)
+    out = out.to(gl.float32)
+    if sizes.is_scaled:
+        norm = gl.load(epilogue.norm + column, mask=is_column, other=0.0).to(gl.float32)
+        scaled = (out * norm).to(stream.scaled.dtype.element_ty)
+        gl.store(stream.scaled + place, scaled, mask=is_column)
+    squares = gl.where(is_column, out * out, 0.0)
+    squares = add_up(squares[None, :], sums.digits)
+    at = gl.full((1,), 0, gl.int32, gl.SliceLayout(1, layout)) + chunk
+    gl.store(stream.squares + row.to(gl.int64) * chunks + at, squares)

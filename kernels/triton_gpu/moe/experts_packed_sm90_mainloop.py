@@ -1,0 +1,374 @@
+"""Main loop of the GEMMs of experts with TMA copies of a packed weight (Gluon)."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
+from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
+from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
+from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
+
+WORDS = gl.constexpr(32)
+"""Words of an output in a line of shared memory."""
+LANES = gl.constexpr(8)
+"""Columns of an MMA."""
+ROWS = gl.constexpr(16)
+"""Rows of an MMA, the outputs of a warp."""
+
+# The names differ between versions of Triton.
+_copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+_viewed = getattr(_memory, "reinterpret", None) or getattr(_memory, "_reinterpret")  # noqa: B009
+
+
+class PackedExpertConfig(NamedTuple):
+    """Tile config of a GEMM.
+
+    Attributes:
+      lanes: Columns of the product: slots of an expert block, or copies of one slot.
+      width, halves: Outputs of a tile; 2 if half of them are of the gate and half of up, else 1.
+      stages, lines: Stages of the ring, and lines of words in each.
+      scale_words, scales_of_line, scale_rows: Words of an output's scales, in memory, for a line,
+        and in shared memory.
+      is_grouped: Whether tiles are expert blocks.
+    """
+
+    lanes: int
+    width: int
+    halves: int
+    stages: int
+    lines: int
+    scale_words: int
+    scales_of_line: int
+    scale_rows: int
+    is_grouped: bool
+
+
+class PackedExpertRing(NamedTuple):
+    """Shared memory of a program.
+
+    Attributes:
+      words, rows: Ring of blocks of the weight, and of the rows.
+      full: Barriers: the words of a stage are loaded.
+      scales: All scales of the outputs.
+    """
+
+    words: Any
+    rows: Any
+    full: Any
+    scales: Any
+
+
+@gluon.jit
+def slots_of(number, ids_at, expert_blocks, config: gl.constexpr):
+    """Same as `moe_gemm_tiles.tile_of`; a single slot is a scalar."""
+    if config.is_grouped:
+        expert = gl.load(expert_blocks.experts + number)
+        count = gl.load(expert_blocks.counts + number)
+        lane = gl.arange(0, config.lanes, gl.SliceLayout(1, _rows_layout(config)))
+        at = expert_blocks.slots + gl.load(expert_blocks.firsts + number) + lane
+        slots = gl.load(at, mask=lane < count, other=0)
+        expert = gl.where(count > 0, expert, 0)
+    else:
+        expert = gl.load(ids_at + number)
+        count = gl.where(expert >= 0, 1, 0)
+        slots = number
+    return ExpertTile(expert=expert, count=count, slots=slots)
+
+
+@gluon.jit
+def at_lanes(slots, lane, config: gl.constexpr):
+    """Returns the slots of a tile, or their rows, in the layout of the lanes."""
+    if config.is_grouped:
+        slots = gl.convert_layout(slots, lane.type.layout)
+    return slots + lane * 0
+
+
+@gluon.jit
+def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
+    """Allocates the shared memory of a program, and prepares its barriers."""
+    step: gl.constexpr = config.lines * WORDS * sizes.loads.format.packed
+    rows: gl.constexpr = config.lanes if config.is_grouped else 1
+    swizzle: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if config.is_grouped else 1, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    stages: gl.constexpr = config.stages
+    ring = PackedExpertRing(
+        words=gl.allocate_shared_memory(
+            gl.int32, [stages * config.lines] + words_of.block_type.shape, words_of.layout
+        ),
+        rows=gl.allocate_shared_memory(gl.bfloat16, [stages, rows, step], swizzle),
+        full=gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout()),
+        scales=gl.allocate_shared_memory(gl.int32, [config.scale_rows, config.width], flat),
+    )
+    for i in gl.static_range(stages):
+        mbarrier.init(ring.full.index(i), count=1)
+    fence_async_shared()
+    return ring
+
+
+@gluon.jit
+def begin_words(words_of, stored, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies the first words, and all scales."""
+    first_steps: gl.constexpr = config.stages - 1
+    for step in gl.static_range(first_steps):
+        _copy_words(words_of, tile, first, step, step, ring, sizes, config)
+    warps: gl.constexpr = config.width // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    lane = gl.arange(0, config.width, gl.SliceLayout(0, layout))
+    column, half = first + lane, 0
+    if config.halves == 2:  # eight of gate, and the same of up, as `_load_words` returns them
+        column, half = first + lane // 16 * 8 + lane % 8, lane // 8 % 2
+    output = (tile.expert * config.halves + half) * sizes.N + column
+    word = gl.arange(0, config.scale_rows, gl.SliceLayout(1, layout))
+    scales = stored.scales.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = scales + output.to(gl.int64)[None, :] * config.scale_words + word[:, None]
+    mask = (column < sizes.N)[None, :] & (word < config.scale_words)[:, None]
+    _copy_elements(ring.scales, at, mask)
+
+
+@gluon.jit
+def begin_rows(x_at, row, tile, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies the first inputs of the rows."""
+    first_steps: gl.constexpr = config.stages - 1
+    for step in gl.static_range(first_steps):
+        _copy_rows(x_at, row, tile, step, step, ring, sizes, config)
+
+
+@gluon.jit
+def _copy_words(words_of, tile, first, step, slot, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies the words of a step, if there is one; zeros after the last input."""
+    lines: gl.constexpr = config.lines
+    in_line: gl.constexpr = WORDS * sizes.loads.format.packed
+    full = ring.full.index(slot)
+    pred = step * (lines * in_line) < sizes.K
+    mbarrier.expect(full, lines * config.width * WORDS * 4, pred=pred)
+    for line in gl.static_range(lines):
+        place = ring.words.index(slot * lines + line)
+        at = [tile.expert * config.halves, first, (step * lines + line) * WORDS]
+        copy_tile(words_of, at, full, place, pred=pred)
+
+
+@gluon.jit
+def _copy_rows(x_at, row, tile, step, slot, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies the rows of a step; zeros after the last input."""
+    depth: gl.constexpr = config.lines * WORDS * sizes.loads.format.packed
+    layout: gl.constexpr = _rows_layout(config)
+    lane = step * depth + gl.arange(0, depth, gl.SliceLayout(0, layout))
+    if config.is_grouped:
+        is_row = gl.arange(0, config.lanes, gl.SliceLayout(1, layout)) < tile.count
+        at = x_at + row.to(gl.int64)[:, None] * sizes.K + lane[None, :]
+        mask = is_row[:, None] & (lane < sizes.K)[None, :]
+    else:
+        at = (x_at + row.to(gl.int64) * sizes.K + lane)[None, :]
+        mask = (lane < sizes.K)[None, :]
+    _copy_elements(ring.rows.index(slot), at, mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def product_of(words_of, x_at, row, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Multiplies the outputs of a tile with its slots, [outputs, lanes]."""
+    stages: gl.constexpr = config.stages
+    lines: gl.constexpr = config.lines
+    depth: gl.constexpr = lines * WORDS * sizes.loads.format.packed
+    steps: gl.constexpr = (sizes.K + depth - 1) // depth
+    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [config.width // ROWS, 1], [16, 8])
+    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scales = _viewed(ring.scales, gl.int32, [config.scale_rows, config.width], of_word)
+    acc = gl.full((config.width, config.lanes), 0.0, gl.float32, sums)
+    slot = 0
+    phase = 0
+    for step in range(steps):
+        async_copy.wait_group(stages - 2)
+        mbarrier.wait(ring.full.index(slot), phase)
+        free = (slot + stages - 1) % stages
+        _copy_words(words_of, tile, first, step + stages - 1, free, ring, sizes, config)
+        _copy_rows(x_at, row, tile, step + stages - 1, free, ring, sizes, config)
+        for line in gl.static_range(lines):
+            number = step * lines + line
+            words = _load_words(ring.words.index(slot * lines + line), config)
+            acc = _add_line(acc, words, scales, number, ring.rows.index(slot), line, sizes, config)
+        slot += 1
+        if slot == stages:
+            slot = 0
+            phase ^= 1
+    return acc
+
+
+@gluon.jit
+def _add_line(
+    acc, words, scales, number, x, line: gl.constexpr, sizes: gl.constexpr, config: gl.constexpr
+):
+    """Adds the products of a line of words, in input order."""
+    format: gl.constexpr = sizes.loads.format
+    in_line: gl.constexpr = WORDS * format.packed
+    part: gl.constexpr = format.inputs // format.parts
+    blocks: gl.constexpr = in_line // format.inputs
+    pairs: gl.constexpr = format.parts // 2
+    count: gl.constexpr = config.scales_of_line
+    layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, part))
+    stored = ()
+    for word in gl.static_range(count):
+        stored += (scales.index(number * count + word).load(layout),)
+    for block in gl.static_range(blocks):
+        own = _block_of(words, block, part)
+        for byte in gl.static_range(pairs):
+            acc = _add_pair(acc, own, stored, x, block, byte, line * in_line, sizes, config)
+    return acc
+
+
+@gluon.jit
+def _add_pair(
+    acc,
+    words,
+    stored,
+    x,
+    block: gl.constexpr,
+    byte: gl.constexpr,
+    first: gl.constexpr,
+    sizes: gl.constexpr,
+    config: gl.constexpr,
+):
+    """Adds the products of two neighbouring parts of a block, a byte of the words."""
+    format: gl.constexpr = sizes.loads.format
+    part: gl.constexpr = format.inputs // format.parts
+    at: gl.constexpr = block * format.inputs + 2 * byte * part
+    group: gl.constexpr = sizes.loads.weight.row * format.packed // format.scales.scales_in
+    one_scale = _scale_of(stored, at // group, format)
+    two_scale = _scale_of(stored, (at + part) // group, format)
+    if format.name == "mxfp4_w4a16":
+        one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
+    else:
+        one, two = _int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
+    acc = _add(acc, one, x, first + at, config)
+    return _add(acc, two, x, first + at + part, config)
+
+
+@gluon.jit
+def _block_of(words, block: gl.constexpr, part: gl.constexpr):
+    """Returns the words of a block of a line."""
+    width: gl.constexpr = words.shape[0]
+    own = words
+    if part < WORDS:
+        own = gl.split(gl.permute(gl.reshape(words, (width, 2, part)), (0, 2, 1)))[block]
+    return gl.convert_layout(own, _words_layout(width, part), assert_trivial=True)
+
+
+@gluon.jit
+def _add(acc, weight, x, first: gl.constexpr, config: gl.constexpr):
+    """Adds the products of a part to an accumulator."""
+    width: gl.constexpr = weight.shape[1]
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    x_layout: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    weight = gl.convert_layout(weight, layout, assert_trivial=True)
+    x = x.slice(first, width, 1).permute((1, 0)).load(x_layout)
+    if not config.is_grouped:
+        x, _ = gl.broadcast(x, gl.full((width, config.lanes), 0.0, gl.bfloat16, x_layout))
+    return mma_v2(weight, x, acc)
+
+
+@gluon.jit
+def _load_words(place, config: gl.constexpr):
+    """Loads a line of words of each output; a warp has the same columns of gate and up."""
+    width: gl.constexpr = config.width
+    layout: gl.constexpr = _line_layout(width, config.halves)
+    if config.halves == 1:
+        words = place.reshape((width, WORDS)).load(layout)
+    else:
+        words = gl.reshape(place.load(layout), (2, width // 16, 8, WORDS))
+        words = gl.reshape(gl.permute(words, (1, 0, 2, 3)), (width, WORDS))
+    return words
+
+
+@gluon.jit
+def _mxfp4_pair(words, first, second, byte: gl.constexpr):
+    text: gl.constexpr = mxfp4_assembly(byte)
+    one, two = gl.inline_asm_elementwise(
+        text,
+        "=r,=r,r,r,r,r",
+        [words, first, second],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+    return one, two
+
+
+@gluon.jit
+def _int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr):
+    text: gl.constexpr = int4_assembly(byte, has_words)
+    if has_words:
+        one, two = gl.inline_asm_elementwise(
+            text,
+            "=r,=r,r,r,r,r,r,r,r,r",
+            [words, first[0], first[1], first[2], second[0], second[1], second[2]],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        one, two = gl.inline_asm_elementwise(
+            text,
+            "=r,=r,r,r,r,r",
+            [words, first, second],
+            dtype=(gl.bfloat16, gl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return one, two
+
+
+@gluon.jit
+def _scale_of(stored, group: gl.constexpr, format: gl.constexpr):
+    """Returns the scales of a group of a line as columns: bfloat16, or three with a zero point."""
+    if format.name == "mxfp4_w4a16":
+        exponent = (stored[group // 4] >> 8 * (group % 4)) & 0xFF
+        scale = (exponent.to(gl.int16) << 7).to(gl.bfloat16, bitcast=True)[:, None]
+    elif format.has_scale_words:  # as by `int4_w4a16.int4_scales`
+        word = stored[group]
+        upper = (word & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
+        rest = ((word & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
+        shift = (-128 - (word & 15).to(gl.float32)).to(gl.bfloat16)
+        scale = upper[:, None], rest[:, None], shift[:, None]
+    else:
+        word = stored[group // 2] >> 16 * (group % 2)
+        scale = word.to(gl.int16).to(gl.bfloat16, bitcast=True)[:, None]
+    return scale
+
+
+@gluon.constexpr_function
+def _rows_layout(config):
+    """Returns the layout in which warps copy rows, eight inputs per thread."""
+    return gl.BlockedLayout([1, 8], [1, 32], [config.width // ROWS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def squares_layout(chunks, config):
+    """Returns the layout in which warps load rows of squares, up to four per thread."""
+    each = min(chunks, 4)
+    threads = min(chunks // each, 8)
+    return gl.BlockedLayout([1, each], [32 // threads, threads], [config.width // ROWS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _words_layout(width, columns):
+    """Returns the layout of some words that are an operand of the MMA, [outputs, columns]."""
+    reg = [[0, 1], [8, 0]] + [[0, each] for each in (8, 16) if each < columns]
+    lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    warp = [[16 << each, 0] for each in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(reg, lane, warp, [], [width, columns])
+
+
+@gluon.constexpr_function
+def _line_layout(width, halves):
+    """Returns the layout of lines of words, [outputs, words] or [2, outputs / 2, words]."""
+    if halves == 1:
+        return _words_layout(width, 32)
+    reg = [[0, 0, 1], [1, 0, 0], [0, 0, 8], [0, 0, 16]]
+    lane = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warp = [[0, 8 << each, 0] for each in range((width // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(reg, lane, warp, [], [2, width // 2, 32])

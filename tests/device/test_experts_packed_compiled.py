@@ -1,0 +1,74 @@
+"""Kernels of experts with TMA copies of packed weights, as compiled for an absent GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILES = """
+from dataclasses import replace
+import torch
+from bench.kernels.aot_cuda import absent_cuda
+from kernels.routing import RoutingSettings
+from kernels.tiles import MEASURED, Tiles
+from shared.spec.reduction_order import SQUARES
+from tests.support.cases.moe.experts import GEMMA, OSS
+
+usual = {"groups": 1, "top_groups": 1, "is_sigmoid": False, "is_renormalised": True}
+usual |= {"factor": 1.0, "output_factor": 1.0, "is_shared": False, "is_gated": False}
+choice = RoutingSettings(experts=4, top=2, **usual)
+usual = Tiles.load("triton_gpu", MEASURED).experts.lines[0].tiles
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+def compile(format, hidden, inner, scale, columns, activation, grouped):
+    cut = {"depth": 256, "down_depth": 256, "down_columns": 2 * columns, "columns": columns}
+    cut = replace(usual, copies_packed=True, grouped=grouped, **cut)
+    whole = lambda inputs: -(-inputs // 128) * 128
+    def stored(outputs, inputs):
+        words = tensor(4, outputs, whole(inputs) // 8, dtype=torch.int32)
+        scales = tensor(4, outputs, whole(inputs) // 32, dtype=scale)
+        return ExpertWeights(words, scales, tensor(4, outputs))
+    ids, arrivals = tensor(8, 2, dtype=torch.int32), tensor(8 * hidden, dtype=torch.int32)
+    how = {"format": format, "routing": choice, "squares_order": SQUARES, "tiles": cut}
+    blocks = group(ids, arrivals, routing=choice, tiles=cut) if grouped else None
+    x, squares = tensor(8, hidden), tensor(8, -(-hidden // 64), dtype=torch.float32)
+    gate_up = stored(2 * inner, hidden), ids, blocks, None
+    inner = experts.act_and_mul_linear(
+        x, squares, *gate_up, eps=1e-5, activation=activation, **how
+    )
+    chosen = RouterSelection(ids, tensor(8, 2, dtype=torch.float32))
+    down = stored(hidden, inner.shape[1])
+    experts.linear_add(inner, down, chosen, blocks, x, x[0], arrivals, None, **how)
+
+with absent_cuda(is_whole=True) as compiler:
+    from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertWeights
+    from kernels.triton_gpu.moe import experts
+    from kernels.triton_gpu.moe.moe_align import group
+    from kernels.triton_gpu.moe.router import RouterSelection
+
+    for grouped in (False, True):
+        compile("mxfp4_w4a16", 2880, 2880, torch.uint8, 32, OSS.activation, grouped)
+        compile("mxfp4_w4a16", 2880, 1440, torch.uint8, 16, OSS.activation, grouped)
+        compile("int4_w4a16", 2816, 704, torch.bfloat16, 32, GEMMA.activation, grouped)
+    for kernel in compiler.kernels:
+        if "packed_sm90" in kernel.name:
+            print(kernel.name, kernel.spilled_bytes, kernel.registers)
+"""
+
+
+def test_packed_experts_compile_without_spills(tmp_path: Path) -> None:
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 12, done.stderr
+    assert {spilled for _, spilled, _ in lines} == {"0"}
+    assert max(int(registers) for *_, registers in lines) <= 128
