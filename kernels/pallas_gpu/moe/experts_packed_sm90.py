@@ -9,7 +9,6 @@ epilogue computes as in `experts`, so the bits equal those kernels' and Triton's
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,6 @@ from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertWeights
 from kernels.pallas_gpu.gemm.ptx import LAYOUT, inverse_root, plus, sum_of, times
 from kernels.pallas_gpu.moe.experts_packed_sm90_mainloop import (
     GROUP,
-    PRODUCT,
     PackedExpertsBuffers,
     PackedExpertsWork,
     copy_blocks,
@@ -81,14 +79,18 @@ def takes(
     is_adapted: bool,
     tiles: ExpertsTiles,
 ) -> bool:
-    """Returns whether the functions below support a block: MXFP4 experts with a gate."""
+    """Returns whether the functions below support a block: MXFP4 experts of one rank with a gate.
+
+    The rows of the inner columns are those of tiles, so another rank could not gather them.
+    """
     if not tiles.copies_packed or formats != (FORMAT, FORMAT) or is_adapted or not has_mosaic():
         return False
     hidden, inner = x.shape[1], down.weights.shape[3] * PARTS
     depths = (hidden, tiles.depth), (inner, tiles.down_depth)
     is_whole = all(depth % block_of(inputs) == 0 for inputs, depth in depths)
-    is_whole &= hidden % PRODUCT == 0 and down.weights.shape[2] % WIDE == 0
-    is_whole &= gate_up.weights.shape[2] % WIDE == 0
+    # A rank of several has a share of the outputs of down.
+    is_whole &= hidden % WIDE == 0 and down.weights.shape[2] == hidden
+    is_whole &= gate_up.weights.shape[2] % (2 * WIDE) == 0
     is_small = tiles.slots <= 32 if tiles.grouped else len(x) < LINES
     is_normed = squares is not None and squares.shape[1] >= SQUARES_AT_ONCE
     return is_whole and is_small and is_normed and activation.is_gated and x.dtype == jnp.bfloat16
@@ -103,7 +105,6 @@ def outputs_of_slots(
     expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
-    gathered: Callable[[jax.Array], jax.Array],
     eps: float,
     activation: Activation,
     squares_order: SquaresOrder,
@@ -113,7 +114,7 @@ def outputs_of_slots(
     selected = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer}
     how = selected | {"squares_order": squares_order, "tiles": tiles}
     inner = act_and_mul_linear(scaled, squares, gate_up, eps=eps, activation=activation, **how)
-    return linear(gathered(inner), down, **how)
+    return linear(inner, down, **how)
 
 
 def act_and_mul_linear(
