@@ -195,13 +195,15 @@ class LinearTiles:
         """Returns whether blocks of a packed weight are copied by TMA."""
         return self.described and not self.widens
 
-    @property
-    def loaded(self) -> "LinearTiles":
-        """Returns the tiles of a kernel that loads blocks of a packed weight without TMA."""
+    def loaded(self, *, swapped: bool) -> "LinearTiles":
+        """Returns the tiles of a kernel that loads blocks of a packed weight without TMA.
+
+        Tiles that TMA copies are all swapped; `swapped` states whether these are, too.
+        """
         if not self.copies_packed:
             return self
         rows, stages = max(self.rows, 16), min(self.stages, 4)
-        return replace(self, described=False, swapped=False, rows=rows, depth=128, stages=stages)
+        return replace(self, described=False, swapped=swapped, rows=rows, depth=128, stages=stages)
 
     @property
     def are_powers_of_two(self) -> bool:

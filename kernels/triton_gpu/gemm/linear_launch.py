@@ -96,7 +96,8 @@ class GemmTiling:
           is_adapted: Whether rows have adapters.
         """
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-        tiles = tiles if is_wide else tiles.narrowed if is_copied else tiles.narrowed.loaded
+        tiles = tiles if is_wide else tiles.narrowed
+        tiles = tiles if is_wide or is_copied else tiles.loaded(swapped=False)
         least = 8 if is_copied else 16
         rows = tiles.rows if is_wide else min(tiles.rows, max(least, triton.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
