@@ -109,6 +109,13 @@ def experts(
       The new rows; the rows times the next norm's scale, or the rows themselves without one; and
       their sums of squares. Padding rows are undefined.
     """
+    read = scaled if latents is None else latents
+    gated = ExpertWeights(gate_up, gate_up_scales, gate_up_bias)
+    projected = ExpertWeights(down, down_scales, down_bias)
+    is_plain = gate_up_lora is None and down_lora is None and activation.num_projections == 2
+    takes = partial(experts_packed_sm90.takes, formats=formats, tiles=tiles)
+    if not is_plain or not takes(read, gated, projected):
+        tiles = tiles.loaded
     chosen = route(
         scaled if scored is None else scored,
         squares,
@@ -134,11 +141,10 @@ def experts(
         tiles=tiles,
         order=shrink_order,
     )
-    read = scaled if latents is None else latents
     inner = act_and_mul_linear(
         read,
         squares if latents is None else None,
-        ExpertWeights(gate_up, gate_up_scales, gate_up_bias),
+        gated,
         chosen.ids,
         blocks,
         shrink(read, gate_up_lora),
@@ -152,7 +158,7 @@ def experts(
     inner = gathered(inner)
     return linear_add(
         inner,
-        ExpertWeights(down, down_scales, down_bias),
+        projected,
         chosen,
         blocks,
         rows,
@@ -189,13 +195,10 @@ def act_and_mul_linear(
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // activation.num_projections
     chunks = 0 if squares is None else squares.shape[1]
     spread = triton.next_power_of_2(max(chunks, 1))
-    config = ExpertGemmConfig.of(tiles.loaded)
+    config = ExpertGemmConfig.of(tiles)
     sizes = gemm_sizes(gate_up, format, N, hidden, routing, config, lora, is_scaled=False)
     inner = scaled.new_empty((R * routing.slots, N))
-    is_copied = activation.num_projections == 2 and experts_packed_sm90.takes(
-        scaled, gate_up, format=format, has_adapters=lora is not None, tiles=tiles
-    )
-    if is_copied:
+    if tiles.copies_packed:
         experts_packed_sm90.launch_gated(
             scaled,
             squares,
@@ -258,10 +261,7 @@ def linear_add(
     norm = parts if next_norm is None else next_norm
     epilogue = ExpertEpilogue(rows=rows, weights=chosen.weights, norm=norm)
     sums = ExpertSums(length=squares_order.chunk, digits=squares_order.digits)
-    is_copied = experts_packed_sm90.takes(
-        inner, down, format=format, has_adapters=lora is not None, tiles=tiles
-    )
-    if is_copied:
+    if tiles.copies_packed:
         experts_packed_sm90.launch_down(
             inner,
             down,

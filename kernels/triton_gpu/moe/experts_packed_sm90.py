@@ -51,21 +51,29 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 def takes(
     x: Float[Tensor, "R inputs"],
-    stored: ExpertWeights,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     *,
-    format: str,
-    has_adapters: bool,
+    formats: tuple[str, str],
     tiles: ExpertsTiles,
 ) -> bool:
-    """Returns whether `launch_gated` and `launch_down` support a call."""
-    scales, inputs = stored.scales, x.shape[1]
-    if scales is None or not tiles.copies_packed or format not in FORMATS or has_adapters:
+    """Returns whether `launch_gated` and `launch_down` support a block with a gate."""
+    inner = gate_up.weights.shape[1] // 2
+    if not tiles.copies_packed or not is_on_hopper() or x.dtype != torch.bfloat16:
+        return False
+    is_tile = max(2 * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS and tiles.slots <= 32
+    is_whole = x.shape[1] % 8 == 0 and inner % 8 == 0
+    each = zip((gate_up, down), formats, strict=True)
+    return is_tile and is_whole and all(_is_supported(stored, name) for stored, name in each)
+
+
+def _is_supported(stored: ExpertWeights, format: str) -> bool:
+    """Returns whether a line of words has whole int32 of scales, and each output its own scales."""
+    if format not in FORMATS:
         return False
     outputs, words = stored.weights.shape[1:]
-    of_line = scales.shape[-1] * scales.element_size() * WORDS.value // words
-    is_whole = scales.shape[1] == outputs and of_line % 4 == 0 and inputs % 8 == 0
-    is_tile = max(2 * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS and tiles.slots <= 32
-    return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
+    of_line = stored.scales.shape[-1] * stored.scales.element_size() * WORDS.value // words
+    return stored.scales.shape[1] == outputs and of_line % 4 == 0
 
 
 def _config(
