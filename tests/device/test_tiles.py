@@ -58,7 +58,7 @@ def test_tile_files_cover_every_call(path: Path, language: str) -> None:
             assert tiles.sampling.of(rows=rows).groups >= 1
             for inner, item_bytes in ((512, 1), (768, 2), (64, 4)):
                 of_experts = {"item_bytes": item_bytes, "rows": rows, "inner": inner}
-                assert tiles.experts.of(**of_experts).down_columns >= SQUARES.chunk
+                assert tiles.experts.of(**of_experts).loaded.down_columns >= SQUARES.chunk
             for of_linear in (sizes, sizes | {"item_bytes": 1}):
                 assert tiles.linear.of(**of_linear).columns >= (16 if gated else SQUARES.chunk)
 
