@@ -94,10 +94,9 @@ COPIED = ("FP8", "INT4", "AWQ")
 """Formats of `linear_packed_sm90`."""
 
 
-@pytest.fixture
-def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Returns the segments of launches of `linear_packed_sm90`, and whether they are separate."""
-    module, calls = KERNELS["triton"]["linear"].linear_packed_sm90, list[tuple[int, bool]]()
+def calls_of(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[tuple[int, bool]]:
+    """Returns the segments of launches of a kernel, and whether they are separate."""
+    module, calls = getattr(KERNELS["triton"]["linear"], kernel), list[tuple[int, bool]]()
     healthy = module.launch
 
     def launch(*args: Any, config: Any, **how: Any) -> None:
@@ -106,6 +105,12 @@ def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
     monkeypatch.setattr(module, "launch", launch)
     return calls
+
+
+@pytest.fixture
+def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Returns the launches of `linear_packed_sm90`, see `calls_of`."""
+    return calls_of(monkeypatch, "linear_packed_sm90")
 
 
 def copied(format: str, *, separate: bool) -> LinearTiles:
@@ -210,6 +215,62 @@ def test_triton_packed_takes_whole_steps_of_segments(
         tiles=replace(copied("INT4", separate=False), **change),
     )
     assert found == taken
+
+
+def persistent(columns: int, **changed: int | bool) -> LinearTiles:
+    """Returns tiles of `linear_sm90` for segments."""
+    how = {"swapped": False, "described": True, "persistent": True, "rows": 128, "warps": 8}
+    return cut_of("plain", columns=columns, **(how | {"stages": 3} | changed))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("kind", "has_norm"), [("added", True), ("added", False), ("biased", True)]
+)
+@pytest.mark.parametrize("rows", [300, 512, 2048])
+def test_triton_sm90_segments_bitwise_equal(
+    rows: int, kind: str, has_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = calls_of(monkeypatch, "linear_sm90")
+    given = product_of("plain", kind, rows=rows, inputs=2048, outputs=896)
+    run = partial(added, "triton", given, out_type="bfloat16", has_norm=has_norm)
+    want = {segments: run(cut_of("plain"), segments) for segments in (1, 2, 4)}
+    assert (want[1][0] != want[2][0]).any()
+    assert (want[2][0] != want[4][0]).any()
+    wide, narrow = persistent(256), persistent(128, stages=6)
+    for cut, segments in ((wide, 2), (wide, 4), (narrow, 2)):
+        got = run(cut, segments)
+        for one, other in zip(got, want[segments], strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=f"{cut}, {segments}")
+    assert calls == [(2, False), (4, False), (2, False)]
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("cut", "inputs", "taken"),
+    [
+        (persistent(256), 3072, True),
+        (persistent(128, stages=6), 3072, True),
+        (persistent(256, rows=64, warps=4), 3072, True),
+        (persistent(256), 3136, False),  # segments of 24 and a half steps
+        (persistent(256), 128, False),  # segments of one step
+        (persistent(256, stages=4), 3072, False),  # more than the shared memory
+        (persistent(256, warps=4), 3072, False),  # more than the registers
+        (persistent(256, persistent=False), 3072, False),
+        (persistent(192, stages=4), 3072, False),
+    ],
+    ids=str,
+)
+def test_triton_sm90_takes_segments_that_fit(
+    cut: LinearTiles, inputs: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = KERNELS["triton"]["linear"].linear_sm90
+    monkeypatch.setattr(module, "is_on_hopper", lambda: True)
+    x, weight = (torch.empty((size, inputs), dtype=torch.bfloat16) for size in (300, OUTPUTS))
+    how = {"is_added": True, "segments": 2, "tiles": cut}
+    assert module.takes(x, weight, is_gated=False, **how) == taken
+    assert not module.takes(x, weight, is_gated=True, **how)
 
 
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="of the tiles of a GPU")

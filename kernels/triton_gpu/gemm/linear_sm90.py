@@ -1,15 +1,15 @@
-"""WGMMA GEMM in tiles of 192 weight columns, with TMA and warp specialisation (Gluon).
+"""WGMMA GEMM with TMA and warp specialisation (Gluon).
 
-A tile is two products of one block of rows, with 128 and 64 columns; plain Triton requires powers
-of two. One producer warp copies blocks by TMA ahead of the consumers. Programs are persistent, one
-per multiprocessor: the first copies of a block overlap with the epilogue of the block before it.
+A tile of 192 weight columns is two products of one block of rows, with 128 and 64 columns; plain
+Triton requires powers of two. With segments a tile has 128 or 256 columns. One producer warp copies
+blocks by TMA ahead of the consumers. Programs are persistent, one per multiprocessor: the first
+copies of a block overlap with the epilogue of the block before it.
 
-Accumulation is one chain along the inputs and the epilogue computes as in `linear`, so the bits
-equal that kernel's.
+Accumulation is one chain along the inputs, or along each segment of them, and the epilogue computes
+as in `linear`, so the bits equal that kernel's.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -20,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
@@ -33,32 +31,24 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmTileConfig,
     SquaresChunks,
 )
+from kernels.triton_gpu.gemm.linear_sm90_mainloop import (
+    NARROW,
+    WIDE,
+    GemmPipeline,
+    accumulate_pair,
+    accumulate_segmented,
+)
 
-WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
-"""Weight columns of the two products."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LINE = 64
 """Inputs of a shared-memory line that TMA fills."""
+_MOST_BYTES = 224 * 2**10
+"""Maximum bytes of blocks and sums in shared memory."""
 _COPYING_REGISTERS = gl.constexpr(24)
 
 # The names differ between versions of Triton.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-class GemmPipeline(NamedTuple):
-    """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
-
-    Attributes:
-      rows, wide, narrow: Blocks of the rows, and of the weight for each product.
-      full, free: Barriers: the blocks of a slot are loaded, and are consumed.
-    """
-
-    rows: Any
-    wide: Any
-    narrow: Any
-    full: Any
-    free: Any
 
 
 @cache
@@ -78,14 +68,25 @@ def takes(
 ) -> bool:
     """Returns whether `launch` supports a call: tiles of 192 columns, bfloat16, TMA, one segment.
 
-    The sums of more segments do not fit in registers next to a chain.
+    With segments, which must be whole steps, tiles as of `_holds_segments`, without a gate.
     """
-    is_half = x.dtype == weight.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
+    inputs = x.shape[1]
+    is_half = x.dtype == weight.dtype == torch.bfloat16 and inputs % 8 == 0
     is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
-    is_deep = tiles.depth_of(x.shape[1]) >= _LINE
-    is_supported = is_wide and is_half and is_deep and not (is_gated and is_added)
-    is_supported = is_supported and segments == 1
+    if segments > 1:
+        is_wide = _holds_segments(tiles) and inputs % (segments * tiles.depth) == 0
+    is_deep = tiles.depth_of(inputs // segments) >= _LINE
+    is_supported = is_wide and is_half and is_deep
+    is_supported = is_supported and not (is_gated and (is_added or segments > 1))
     return is_supported and is_on_hopper()
+
+
+def _holds_segments(tiles: LinearTiles) -> bool:
+    """Returns whether tiles have 128 or 256 columns, and the sums fit next to chain and ring."""
+    is_tile = tiles.persistent and tiles.described and tiles.rows == 16 * tiles.warps
+    ring = 2 * tiles.stages * (tiles.rows + tiles.columns) * tiles.depth
+    half = 4 * tiles.rows * tiles.columns // 2
+    return is_tile and tiles.columns in (WIDE.value, 2 * WIDE.value) and ring + half <= _MOST_BYTES
 
 
 def launch(
@@ -121,11 +122,15 @@ def launch(
     if sizes.is_gated:  # blocks of gate and up form one tile
         weight = weight.view(2, sizes.N, sizes.K)
         parts = [(2, size.value // 2, config.depth) for size in (WIDE, NARROW)]
+    elif config.segments > 1:
+        parts = [(config.columns, config.depth)]
     else:
         parts = [(size.value, config.depth) for size in (WIDE, NARROW)]
+    wide, *narrow = (described(weight, *shape) for shape in parts)
     _linear_sm90_kernel[(programs,)](
         described(x, config.rows, config.depth),
-        *(described(weight, *shape) for shape in parts),
+        wide,
+        narrow[0] if narrow else None,
         args,
         len(x),
         row_blocks,
@@ -157,14 +162,17 @@ def _linear_sm90_kernel(
     """Persistent program: processes blocks of outputs and rows in turn; rows vary first."""
     stages: gl.constexpr = config.stages
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    narrow = None
+    if narrow_of is not None:
+        narrow = gl.allocate_shared_memory(
+            narrow_of.dtype, [stages] + narrow_of.block_type.shape, narrow_of.layout
+        )
     ring = GemmPipeline(
         rows=gl.allocate_shared_memory(x_of.dtype, [stages] + x_of.block_type.shape, x_of.layout),
         wide=gl.allocate_shared_memory(
             wide_of.dtype, [stages] + wide_of.block_type.shape, wide_of.layout
         ),
-        narrow=gl.allocate_shared_memory(
-            narrow_of.dtype, [stages] + narrow_of.block_type.shape, narrow_of.layout
-        ),
+        narrow=narrow,
         full=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
         free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
     )
@@ -193,7 +201,8 @@ def _copy(
 ):
     """Producer: copies all operand blocks of the result's blocks, zero outside the arrays."""
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
-    count: gl.constexpr = (config.rows + WIDE + NARROW) * config.depth * 2
+    columns: gl.constexpr = config.columns * (2 if sizes.is_gated else 1)
+    count: gl.constexpr = (config.rows + columns) * config.depth * 2
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
         row = number % row_blocks * config.rows
@@ -209,6 +218,7 @@ def _copy(
                 copy_tile(narrow_of, [0, column + second, at], full, ring.narrow.index(slot))
             else:
                 copy_tile(wide_of, [column, at], full, ring.wide.index(slot))
+            if config.segments == 1 and not sizes.is_gated:
                 copy_tile(narrow_of, [column + second, at], full, ring.narrow.index(slot))
             done += 1
 
@@ -227,8 +237,8 @@ def _multiply(
 ):
     """Consumer: accumulates the blocks of the ring, applies the epilogue and stores."""
     rows: gl.constexpr = config.rows
-    depth: gl.constexpr = config.depth
-    second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
+    is_half: gl.constexpr = sizes.is_gated or config.segments > 1 and config.columns == WIDE
+    second: gl.constexpr = WIDE // 2 if is_half else WIDE
     of_row = gl.program_id(0) % row_blocks * rows
     scale = of_row
     if squares.count > 0:  # overlaps with the first copies
@@ -241,26 +251,10 @@ def _multiply(
             if row != of_row:
                 scale = norm_scale(args, row, num_rows, sizes, squares, rows, warps)
             of_row = row
-        sums = gl.zeros((rows, WIDE), gl.float32, _sums_layout(WIDE, warps))
-        more = gl.zeros((rows, NARROW), gl.float32, _sums_layout(NARROW, warps))
-        for at in range(0, sizes.K, depth):
-            slot = done % config.stages
-            mbarrier.wait(ring.full.index(slot), (done // config.stages) & 1)
-            x = ring.rows.index(slot)
-            wide = ring.wide.index(slot)
-            narrow = ring.narrow.index(slot)
-            if sizes.is_gated:
-                wide = wide.reshape((WIDE, depth))
-                narrow = narrow.reshape((NARROW, depth))
-            sums = warpgroup_mma(x, wide.permute((1, 0)), sums, is_async=True)
-            more = warpgroup_mma(x, narrow.permute((1, 0)), more, is_async=True)
-            sums, more = warpgroup_mma_wait(num_outstanding=2, deps=(sums, more))
-            # The two products of the previous step are complete.
-            before = ring.free.index((done + config.stages - 1) % config.stages)
-            mbarrier.arrive(before, count=1, pred=at > 0)
-            done += 1
-        sums, more = warpgroup_mma_wait(num_outstanding=0, deps=(sums, more))
-        mbarrier.arrive(ring.free.index((done + config.stages - 1) % config.stages), count=1)
+        if config.segments == 1:
+            sums, more, done = accumulate_pair(ring, done, sizes, config, warps)
+        else:
+            sums, more, done = accumulate_segmented(ring, done, sizes, config, warps)
         store_tile(sums, scale, None, args, row, column, num_rows, sizes, squares, warps)
         store_tile(more, scale, None, args, row, column + second, num_rows, sizes, squares, warps)
 
@@ -399,12 +393,6 @@ def _add_up(terms, digits: gl.constexpr):
     return gl.sum(units, 1).to(gl.float32) * ((exponent - digits) << 23).to(
         gl.float32, bitcast=True
     )
-
-
-@gluon.constexpr_function
-def _sums_layout(columns, warps):
-    """Returns the layout of WGMMA accumulators, with 16 rows or more per warp."""
-    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function

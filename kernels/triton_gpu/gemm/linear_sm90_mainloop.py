@@ -1,6 +1,7 @@
-"""WGMMA main loop of `linear_packed_sm90`, with a weight dequantised in registers (Gluon).
+"""WGMMA main loops of `linear_sm90`, and of `linear_packed_sm90` with a weight dequantised in
+registers (Gluon).
 
-It adds the inputs as `linear_mainloop`, and a weight is dequantised as by `block_loaders`.
+They add the inputs as `linear_mainloop`, and a weight is dequantised as by `block_loaders`.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
 
+WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
+"""Weight columns of the two products of a tile of `linear_sm90` with one segment."""
 WIDTH = gl.constexpr(64)
 """Outputs of a tile, the wide side of a WGMMA."""
 WORDS = gl.constexpr(32)
@@ -45,6 +48,105 @@ class PackedPipeline(NamedTuple):
     rows: Any
     full: Any
     free: Any
+
+
+class GemmPipeline(NamedTuple):
+    """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
+
+    Attributes:
+      rows, wide, narrow: Blocks of the rows, and of the weight for each product; with segments
+        there is one product, and no `narrow`.
+      full, free: Barriers: the blocks of a slot are loaded, and are consumed.
+    """
+
+    rows: Any
+    wide: Any
+    narrow: Any
+    full: Any
+    free: Any
+
+
+@gluon.jit
+def accumulate_pair(ring, done, sizes: gl.constexpr, config: gl.constexpr, warps: gl.constexpr):
+    """Returns the sums of both products of a tile; see `accumulate_segmented`."""
+    rows: gl.constexpr = config.rows
+    depth: gl.constexpr = config.depth
+    sums = gl.zeros((rows, WIDE), gl.float32, sums_layout(WIDE, warps))
+    more = gl.zeros((rows, NARROW), gl.float32, sums_layout(NARROW, warps))
+    for at in range(0, sizes.K, depth):
+        slot = done % config.stages
+        mbarrier.wait(ring.full.index(slot), (done // config.stages) & 1)
+        x = ring.rows.index(slot)
+        wide = ring.wide.index(slot)
+        narrow = ring.narrow.index(slot)
+        if sizes.is_gated:
+            wide = wide.reshape((WIDE, depth))
+            narrow = narrow.reshape((NARROW, depth))
+        sums = warpgroup_mma(x, wide.permute((1, 0)), sums, is_async=True)
+        more = warpgroup_mma(x, narrow.permute((1, 0)), more, is_async=True)
+        sums, more = warpgroup_mma_wait(num_outstanding=2, deps=(sums, more))
+        # The two products of the previous step are complete.
+        before = ring.free.index((done + config.stages - 1) % config.stages)
+        mbarrier.arrive(before, count=1, pred=at > 0)
+        done += 1
+    sums, more = warpgroup_mma_wait(num_outstanding=0, deps=(sums, more))
+    mbarrier.arrive(ring.free.index((done + config.stages - 1) % config.stages), count=1)
+    return sums, more, done
+
+
+@gluon.jit
+def accumulate_segmented(
+    ring, done, sizes: gl.constexpr, config: gl.constexpr, warps: gl.constexpr
+):
+    """Adds the segments of a tile in order, each of one product per step.
+
+    During a chain, registers hold the sums of the left half of the columns, and shared memory those
+    of the right half.
+
+    Args:
+      ring: Ring of blocks.
+      done: Steps so far, of all tiles of the program.
+      sizes, config, warps: Sizes of the GEMM, tile config, and consumer warps.
+
+    Returns:
+      Sums of the left and of the right half, and `done` after the tile.
+    """
+    rows: gl.constexpr = config.rows
+    columns: gl.constexpr = config.columns
+    stages: gl.constexpr = config.stages
+    segments: gl.constexpr = config.segments
+    lines: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=32, rank=2)
+    stored = gl.allocate_shared_memory(gl.float32, [rows, columns // 2], lines)
+    zeros = gl.zeros((rows, columns), gl.float32, sums_layout(columns, warps))
+    left, right = _halves(zeros)
+    for segment in range(segments):
+        if segment > 0:
+            stored.store(right)
+        acc = zeros
+        for step in range(sizes.K // config.depth // segments):
+            slot = done % stages
+            mbarrier.wait(ring.full.index(slot), (done // stages) & 1)
+            x, weight = ring.rows.index(slot), ring.wide.index(slot)
+            acc = warpgroup_mma(x, weight.permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            # The product of the previous step is complete.
+            before = ring.free.index((done + stages - 1) % stages)
+            mbarrier.arrive(before, count=1, pred=step > 0)
+            done += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(ring.free.index((done + stages - 1) % stages), count=1)
+        more, right = _halves(acc)
+        left += more
+        if segment > 0:
+            right = stored.load(right.type.layout) + right
+    return left, right, done
+
+
+@gluon.jit
+def _halves(acc):
+    rows: gl.constexpr = acc.shape[0]
+    columns: gl.constexpr = acc.shape[1]
+    return gl.split(gl.permute(gl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1)))
 
 
 @gluon.jit
@@ -250,3 +352,9 @@ def words_layout():
         block_bases=[],
         shape=[64, 32],
     )
+
+
+@gluon.constexpr_function
+def sums_layout(columns, warps):
+    """Returns the layout of WGMMA accumulators, with 16 rows or more per warp."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
