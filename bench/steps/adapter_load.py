@@ -134,7 +134,10 @@ def measured(session: Session, load: Load, rank: int, folders: Sequence[Path]) -
                 "quiet_longest_ms": round(max(quiet), 3),
                 "load_p50_ms": round(statistics.median(gaps), 3),
                 "load_longest_ms": round(max(gaps), 3),
-                **{f"{k}_longest_ms": round(max(each, default=0.0), 3) for k, each in phases.items()},
+                **{
+                    f"{k}_longest_ms": round(max(each, default=0.0), 3)
+                    for k, each in phases.items()
+                },
             }
 
 
