@@ -238,12 +238,12 @@ def test_triton_sm90_segments_bitwise_equal(
     want = {segments: run(cut_of("plain"), segments) for segments in (1, 2, 4)}
     assert (want[1][0] != want[2][0]).any()
     assert (want[2][0] != want[4][0]).any()
-    wide, narrow = persistent(256), persistent(128, stages=6)
-    for cut, segments in ((wide, 2), (wide, 4), (narrow, 2)):
+    wide, pair, narrow = persistent(256), persistent(192, stages=4), persistent(128, stages=6)
+    for cut, segments in ((wide, 2), (wide, 4), (pair, 2), (narrow, 2)):
         got = run(cut, segments)
         for one, other in zip(got, want[segments], strict=True):
             np.testing.assert_array_equal(one, other, err_msg=f"{cut}, {segments}")
-    assert calls == [(2, False), (4, False), (2, False)]
+    assert calls == [(2, False), (4, False), (2, False), (2, False)]
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
@@ -253,12 +253,13 @@ def test_triton_sm90_segments_bitwise_equal(
         (persistent(256), 3072, True),
         (persistent(128, stages=6), 3072, True),
         (persistent(256, rows=64, warps=4), 3072, True),
+        (persistent(192, stages=4), 3072, True),
         (persistent(256), 3136, False),  # segments of 24 and a half steps
         (persistent(256), 128, False),  # segments of one step
         (persistent(256, stages=4), 3072, False),  # more than the shared memory
         (persistent(256, warps=4), 3072, False),  # more than the registers
         (persistent(256, persistent=False), 3072, False),
-        (persistent(192, stages=4), 3072, False),
+        (persistent(192, rows=256), 3072, False),
     ],
     ids=str,
 )

@@ -1,9 +1,9 @@
 """WGMMA GEMM with TMA and warp specialisation (Gluon).
 
 A tile of 192 weight columns is two products of one block of rows, with 128 and 64 columns; plain
-Triton requires powers of two. With segments a tile has 128 or 256 columns. One producer warp copies
-blocks by TMA ahead of the consumers. Programs are persistent, one per multiprocessor: the first
-copies of a block overlap with the epilogue of the block before it.
+Triton requires powers of two. With segments tiles of 128 and 256 columns are supported, too. One
+producer warp copies blocks by TMA ahead of the consumers. Programs are persistent, one per
+multiprocessor: the first copies of a block overlap with the epilogue of the block before it.
 
 Accumulation is one chain along the inputs, or along each segment of them, and the epilogue computes
 as in `linear`, so the bits equal that kernel's.
@@ -68,13 +68,15 @@ def takes(
 ) -> bool:
     """Returns whether `launch` supports a call: tiles of 192 columns, bfloat16, TMA, one segment.
 
-    With segments, which must be whole steps, tiles as of `_holds_segments`, without a gate.
+    With segments, which must be whole steps, also those of `_holds_segments`, without a gate.
     """
     inputs = x.shape[1]
     is_half = x.dtype == weight.dtype == torch.bfloat16 and inputs % 8 == 0
     is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
     if segments > 1:
-        is_wide = _holds_segments(tiles) and inputs % (segments * tiles.depth) == 0
+        is_wide = is_wide or _holds_segments(tiles)
+        is_wide = is_wide and tiles.rows == 16 * tiles.warps
+        is_wide = is_wide and inputs % (segments * tiles.depth) == 0
     is_deep = tiles.depth_of(inputs // segments) >= _LINE
     is_supported = is_wide and is_half and is_deep
     is_supported = is_supported and not (is_gated and (is_added or segments > 1))
@@ -82,8 +84,8 @@ def takes(
 
 
 def _holds_segments(tiles: LinearTiles) -> bool:
-    """Returns whether tiles have 128 or 256 columns, and the sums fit next to chain and ring."""
-    is_tile = tiles.persistent and tiles.described and tiles.rows == 16 * tiles.warps
+    """Returns whether tiles have 128 or 256 columns, and half of the sums fits next to the ring."""
+    is_tile = tiles.persistent and tiles.described
     ring = 2 * tiles.stages * (tiles.rows + tiles.columns) * tiles.depth
     half = 4 * tiles.rows * tiles.columns // 2
     return is_tile and tiles.columns in (WIDE.value, 2 * WIDE.value) and ring + half <= _MOST_BYTES
@@ -122,10 +124,10 @@ def launch(
     if sizes.is_gated:  # blocks of gate and up form one tile
         weight = weight.view(2, sizes.N, sizes.K)
         parts = [(2, size.value // 2, config.depth) for size in (WIDE, NARROW)]
-    elif config.segments > 1:
-        parts = [(config.columns, config.depth)]
     else:
-        parts = [(size.value, config.depth) for size in (WIDE, NARROW)]
+        is_pair = config.columns == WIDE.value + NARROW.value
+        widths = (WIDE.value, NARROW.value) if is_pair else (config.columns,)
+        parts = [(width, config.depth) for width in widths]
     wide, *narrow = (described(weight, *shape) for shape in parts)
     _linear_sm90_kernel[(programs,)](
         described(x, config.rows, config.depth),
@@ -218,7 +220,7 @@ def _copy(
                 copy_tile(narrow_of, [0, column + second, at], full, ring.narrow.index(slot))
             else:
                 copy_tile(wide_of, [column, at], full, ring.wide.index(slot))
-            if config.segments == 1 and not sizes.is_gated:
+            if narrow_of is not None and not sizes.is_gated:
                 copy_tile(narrow_of, [column + second, at], full, ring.narrow.index(slot))
             done += 1
 
@@ -237,7 +239,7 @@ def _multiply(
 ):
     """Consumer: accumulates the blocks of the ring, applies the epilogue and stores."""
     rows: gl.constexpr = config.rows
-    is_half: gl.constexpr = sizes.is_gated or config.segments > 1 and config.columns == WIDE
+    is_half: gl.constexpr = sizes.is_gated or config.columns == WIDE
     second: gl.constexpr = WIDE // 2 if is_half else WIDE
     of_row = gl.program_id(0) % row_blocks * rows
     scale = of_row
@@ -251,7 +253,7 @@ def _multiply(
             if row != of_row:
                 scale = norm_scale(args, row, num_rows, sizes, squares, rows, warps)
             of_row = row
-        if config.segments == 1:
+        if ring.narrow is not None:
             sums, more, done = accumulate_pair(ring, done, sizes, config, warps)
         else:
             sums, more, done = accumulate_segmented(ring, done, sizes, config, warps)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
-"""Weight columns of the two products of a tile of `linear_sm90` with one segment."""
+"""Weight columns of the two products of a tile of `linear_sm90`."""
 WIDTH = gl.constexpr(64)
 """Outputs of a tile, the wide side of a WGMMA."""
 WORDS = gl.constexpr(32)
@@ -54,8 +54,8 @@ class GemmPipeline(NamedTuple):
     """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
 
     Attributes:
-      rows, wide, narrow: Blocks of the rows, and of the weight for each product; with segments
-        there is one product, and no `narrow`.
+      rows, wide, narrow: Blocks of the rows, and of the weight for each product; None if the tile
+        is one product.
       full, free: Barriers: the blocks of a slot are loaded, and are consumed.
     """
 
@@ -68,12 +68,32 @@ class GemmPipeline(NamedTuple):
 
 @gluon.jit
 def accumulate_pair(ring, done, sizes: gl.constexpr, config: gl.constexpr, warps: gl.constexpr):
-    """Returns the sums of both products of a tile; see `accumulate_segmented`."""
+    """Returns the sums of both products of a tile; see `accumulate_segmented`.
+
+    Registers hold a chain and all sums.
+    """
+    rows: gl.constexpr = config.rows
+    segments: gl.constexpr = config.segments
+    if segments == 1:
+        sums, more, done = _add_pair(ring, done, sizes, config, warps)
+    else:
+        sums = gl.zeros((rows, WIDE), gl.float32, sums_layout(WIDE, warps))
+        more = gl.zeros((rows, NARROW), gl.float32, sums_layout(NARROW, warps))
+        for _ in range(segments):
+            wide, narrow, done = _add_pair(ring, done, sizes, config, warps)
+            sums += wide
+            more += narrow
+    return sums, more, done
+
+
+@gluon.jit
+def _add_pair(ring, done, sizes: gl.constexpr, config: gl.constexpr, warps: gl.constexpr):
+    """Adds the steps of a segment from zero; see `accumulate_pair`."""
     rows: gl.constexpr = config.rows
     depth: gl.constexpr = config.depth
     sums = gl.zeros((rows, WIDE), gl.float32, sums_layout(WIDE, warps))
     more = gl.zeros((rows, NARROW), gl.float32, sums_layout(NARROW, warps))
-    for at in range(0, sizes.K, depth):
+    for at in range(0, sizes.K // config.segments, depth):
         slot = done % config.stages
         mbarrier.wait(ring.full.index(slot), (done // config.stages) & 1)
         x = ring.rows.index(slot)
@@ -98,7 +118,7 @@ def accumulate_pair(ring, done, sizes: gl.constexpr, config: gl.constexpr, warps
 def accumulate_segmented(
     ring, done, sizes: gl.constexpr, config: gl.constexpr, warps: gl.constexpr
 ):
-    """Adds the segments of a tile in order, each of one product per step.
+    """Adds the segments of a tile of one product in order.
 
     During a chain, registers hold the sums of the left half of the columns, and shared memory those
     of the right half.
