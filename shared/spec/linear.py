@@ -223,7 +223,7 @@ def linear_add(
 
     The inputs are added in segments; see `reduction_order.LinearOrder`.
     """
-    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
     rows = stream.rows + _times(_product_of_segments(x, weight, segments), factor)
     return stream.with_next_norm(rows, norm)
 

@@ -159,30 +159,41 @@ class LinearOrder:
     read the weight. The inputs are therefore divided into equal segments. Each segment is one chain
     from zero in the order of its inputs, and the segments are added in order, in float32. LoRA
     adapters continue that sum; bias, factor and residual follow. The number of segments depends on
-    the inputs alone: neither on the weight format nor on rows, outputs or ranks.
+    the inputs and the weight format, neither on rows nor on outputs or ranks.
 
     Attributes:
       segments: Segments of the inputs.
       least: Minimum inputs of a segment; GEMMs with fewer have one segment.
       unit: Inputs of a segment are a multiple of it: whole blocks of every weight format.
+      packed_only: Whether weights of other formats than packed FP8 and INT4 have one segment.
     """
 
     segments: int
     least: int
     unit: int
+    packed_only: bool = False
 
     def __post_init__(self) -> None:
         for name in ("segments", "least", "unit"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def segments_of(self, inputs: int) -> int:
-        """Returns the number of segments of a GEMM of this many inputs."""
+    def segments_of(self, inputs: int, *, is_packed: bool) -> int:
+        """Returns the number of segments of a GEMM of this many inputs.
+
+        Args:
+          inputs: Inputs of the GEMM.
+          is_packed: Whether its weight is packed FP8 or INT4.
+        """
+        if self.packed_only and not is_packed:
+            return 1
         is_whole = inputs % (self.segments * self.unit) == 0
         return self.segments if is_whole and inputs // self.segments >= self.least else 1
 
 
-LINEAR = LinearOrder(segments=1, least=2048, unit=256)
+LINEAR = LinearOrder(segments=2, least=2048, unit=256, packed_only=True)
+"""A program that dequantises its weight is slower than memory, so two programs per block of outputs
+pay. For bfloat16 weights they do not on one GPU."""
 
 
 def parts_of_inputs(inputs: int, segments: int) -> list[slice]:

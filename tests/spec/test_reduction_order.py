@@ -49,8 +49,12 @@ HALVES = LinearOrder(segments=2, least=2048, unit=256)
     ],
 )
 def test_linear_order_segments_are_whole_units(inputs: int, segments: int) -> None:
-    assert HALVES.segments_of(inputs) == segments
-    assert replace(HALVES, segments=1).segments_of(inputs) == 1
+    for is_packed in (False, True):
+        assert HALVES.segments_of(inputs, is_packed=is_packed) == segments
+        assert replace(HALVES, segments=1).segments_of(inputs, is_packed=is_packed) == 1
+    only = replace(HALVES, packed_only=True)
+    assert only.segments_of(inputs, is_packed=True) == segments
+    assert only.segments_of(inputs, is_packed=False) == 1
     parts = parts_of_inputs(inputs, segments)
     assert [(part.start, part.stop) for part in parts] == [
         (at * inputs // segments, (at + 1) * inputs // segments) for at in range(segments)
@@ -58,8 +62,10 @@ def test_linear_order_segments_are_whole_units(inputs: int, segments: int) -> No
     assert segments == 1 or all(part.start % HALVES.unit == 0 for part in parts)
 
 
-def test_linear_order_of_products_is_one_chain() -> None:
-    assert {LINEAR.segments_of(inputs) for inputs in range(128, 1 << 16, 128)} == {1}
+def test_only_packed_weights_have_segments() -> None:
+    every = range(128, 1 << 16, 128)
+    assert {LINEAR.segments_of(inputs, is_packed=False) for inputs in every} == {1}
+    assert [LINEAR.segments_of(inputs, is_packed=True) for inputs in (2048, 4096)] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["segments", "least", "unit"])

@@ -251,8 +251,8 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    sums = _sums(x, weight, segments=reduction_order.LINEAR.segments_of(x.shape[1]))
-    own = stream.own + _times(sums.astype(x.dtype), factor)
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
+    own = stream.own + _times(_sums(x, weight, segments=segments).astype(x.dtype), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
@@ -264,7 +264,7 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
     return kernel_added(kernels, x, weight, stream, factor, norm, segments)
 
 

@@ -216,7 +216,7 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
     own = stream.own + _times(_product_of_segments(x, weight, segments), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
@@ -229,7 +229,7 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1])
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
     return kernel_added(kernels, x, weight, stream, factor, norm, segments)
 
 
