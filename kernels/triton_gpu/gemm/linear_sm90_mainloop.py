@@ -245,9 +245,6 @@ def _accumulate(
         stored = later[0]
         scales = _scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
         later = later[1:] + (scales,)
-        # The products in flight are of the previous step: those of the step before are complete.
-        before = ring.free.index((slot + stages - 2) % stages)
-        mbarrier.arrive(before, count=1, pred=step > 1)
         mbarrier.wait(ring.full.index(slot), phase)
         words = ()
         for block in gl.static_range(blocks):
@@ -261,6 +258,9 @@ def _accumulate(
             x = ring.rows.index(slot * calls + call)
             acc = warpgroup_mma(pair, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=_IN_FLIGHT, deps=(acc,))
+            if call == _IN_FLIGHT - 1:  # the products in flight are of this step
+                before = ring.free.index((slot + stages - 1) % stages)
+                mbarrier.arrive(before, count=1, pred=step > 0)
         slot += 1
         if slot == stages:
             slot = 0
