@@ -36,8 +36,6 @@ from shared.models.formats.fp8_w8a16 import FP8_BLOCK, ScaleLayout, shares_of
 from shared.models.formats.weight_format import PLAIN
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
-_INSTRUCTION = tl.constexpr(16)
-"""Inputs that an instruction of a tensor core adds, in no order."""
 
 
 class BlockFormat(NamedTuple):
@@ -338,10 +336,10 @@ def _scales_of_part(outputs, at, first: tl.constexpr, group: tl.constexpr, loads
     """Returns the scales of the group with the inputs `first` of a block."""
     stored = outputs.scales
     has_all: tl.constexpr = loads.weight.has_all
-    if loads.format.name == "mxfp4_w4a16" and loads.rows.width > _INSTRUCTION:
-        # Exponents are read four at once. With fewer than 64 rows or outputs, Triton 3.6 lays the
-        # operands out for the smallest loaded type. For bytes, an instruction adds every second
-        # pair of 32 inputs instead of 16 neighbours.
+    if loads.format.name == "mxfp4_w4a16":
+        # Exponents are read four at once: Triton 3.6 loads nothing smaller ahead. With fewer than
+        # 64 rows or outputs, it lays the operands out for the smallest loaded type. For bytes, an
+        # instruction adds every second pair of 32 inputs instead of 16 neighbours.
         number: tl.constexpr = first // group
         words_at = stored + at // group + number // 4 * 4
         words_at = words_at.to(tl.pointer_type(tl.int32), bitcast=True)
