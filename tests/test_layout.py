@@ -44,6 +44,7 @@ PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {
     "ptx",
+    "linear_packed_sm90_mainloop",
     "linear_swap_ab",
     "linear_tile",
 }

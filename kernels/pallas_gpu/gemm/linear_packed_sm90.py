@@ -1,8 +1,7 @@
 """WGMMA GEMM of few rows with a packed weight, and TMA copies (Pallas, Mosaic GPU).
 
-Outputs are the wide side of the tensor core, rows the narrow one. A producer warpgroup copies
-blocks of packed words and of the rows by TMA. The consumer warpgroup dequantises a part of a block
-in registers while the tensor cores multiply the part before it. Gate and up are two accumulators.
+Outputs are the wide side of the tensor core, rows the other one. Gate and up are two accumulators.
+The main loop is in `linear_packed_sm90_mainloop`.
 
 With segments along the inputs the programs of a block, one per segment, form a thread block
 cluster. The later ones store their partial sums in the shared memory of the first, which adds them
@@ -14,7 +13,6 @@ Triton's.
 """
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,16 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 from jaxtyping import Float, Int, Int32, Shaped
 
-from kernels.pallas_gpu.gemm.block_loaders import shares_of
-from kernels.pallas_gpu.gemm.fp8_w8a16 import fp8_assembly
-from kernels.pallas_gpu.gemm.int4_w4a16 import int4_assembly, int4_scales
 from kernels.pallas_gpu.gemm.linear_epilogue import PARTS, SQUARES_AT_ONCE, WIDE, added_up
+from kernels.pallas_gpu.gemm.linear_packed_sm90_mainloop import (
+    FORMATS,
+    GROUP,
+    WORDS,
+    copy_blocks,
+    is_large,
+    sums_of,
+)
 from kernels.pallas_gpu.gemm.linear_sm90 import has_mosaic
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import (
     LINE_BYTES,
@@ -47,21 +47,10 @@ from kernels.tiles import LinearTiles
 from shared.models.activation import Activation
 from shared.spec.reduction_order import SquaresOrder
 
-FORMATS = {"int4_w4a16": 256, "fp8_w8a16": 128}
-"""Formats with a dequantisation below, and their inputs in a block of `WORDS` words."""
-WORDS = 32
-"""Words of an output in a block, a shared-memory line."""
-GROUP = 128
-"""Inputs of a scale."""
-PAIR = 64
-"""Inputs of a product: two parts of a block."""
-_AHEAD = 1024
-"""Inputs from the loaded scales to the used ones, divided among gate and up."""
-_IN_FLIGHT = 2
-"""Products that the tensor cores have yet to finish while the next part is dequantised; 1 of them
-with a gate, so that two programs have enough registers on a multiprocessor."""
 _MOST_SEGMENTS = 8
 """Maximum programs of a portable thread block cluster."""
+_SHARED_BYTES = (227 - 4) * 1024
+"""Shared memory of a program of an H100 or H200, without barriers and padding."""
 
 
 class PackedBuffers(NamedTuple):
@@ -109,13 +98,15 @@ def takes(
     """Returns whether `linear` supports a call: few bfloat16 rows, scales of 128 inputs.
 
     `is_plain` states that there is neither a bias nor an LM-head epilogue. The rows are fewer than
-    a group of lines, or whole groups. Segments must be whole steps, without a norm before.
+    a group of lines, or whole groups, and one tile or whole tiles from `WIDE` rows. Segments must
+    be whole steps, without a norm before.
     """
     if scales is None or not tiles.copies_packed or format not in FORMATS or not has_mosaic():
         return False
     rows, inputs = x.shape
-    is_tile = rows <= tiles.rows and tiles.columns == WIDE and tiles.warps == WARPS
+    is_tile = tiles.columns == WIDE and tiles.warps == WARPS
     is_tile &= rows < LINES or rows % LINES == 0
+    is_tile &= rows <= tiles.rows or tiles.rows >= WIDE and rows % tiles.rows == 0
     is_whole = inputs % tiles.depth == 0 and inputs == GROUP * scales.shape[2]
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE
@@ -126,7 +117,29 @@ def takes(
     if segments > 1:
         is_whole &= inputs % (segments * tiles.depth) == 0 and squares is None
         is_tile &= tiles.separate and segments <= _MOST_SEGMENTS
+    sizes = {"weights": (weights.shape[1] - first) // outputs, "segments": segments}
+    is_tile &= _stages(tiles, rows, format, squares, added, **sizes) > 1
     return is_tile and is_whole and is_typed and is_plain
+
+
+def _rows(tiles, rows):
+    """Returns the rows of a tile of a call."""
+    return max(LINES, min(tiles.rows, pl.next_power_of_2(rows)))
+
+
+def _parts(rows, weights, added):
+    """Returns the number of parts of a result."""
+    return 1 if is_large(rows, weights) and added is None else PARTS
+
+
+def _stages(tiles, rows, format, squares, added, *, weights, segments):
+    """Returns the stages of a call, at most those that shared memory has space for."""
+    rows = _rows(tiles, rows)
+    words = weights * WIDE * (tiles.depth // FORMATS[format]) * WORDS
+    fixed = _parts(rows, weights, added) * rows * WIDE * 2 + (segments - 1) * WIDE * rows * 4
+    if squares is not None:
+        fixed += max(WIDE, rows) * (squares.shape[1] + 1) * 4
+    return min(tiles.stages, (_SHARED_BYTES - fixed) // (rows * tiles.depth * 2 + words * 4))
 
 
 # Jitted so that a program contains it once for all layers, as `linear_sm90`.
@@ -165,7 +178,9 @@ def linear(
 ]:
     """Same as `linear.product`, for arrays that `takes` accepts."""
     (R, inputs), N = x.shape, (weights.shape[1] - first) // (2 if is_gated else 1)
-    tiles = replace(tiles, rows=max(LINES, pl.next_power_of_2(R)))
+    sizes = {"weights": 2 if is_gated else 1, "segments": segments}
+    stages = _stages(tiles, R, format, squares, added, **sizes)
+    tiles = replace(tiles, rows=_rows(tiles, R), stages=stages)
     operands = {"x": x, "weights": weights, "layer": layer.reshape(1), "scales": scales}
     results = {"out": jax.ShapeDtypeStruct((R, N), out_type)}
     if squares is not None:
@@ -186,22 +201,27 @@ def linear(
         factor=factor,
         eps=eps,
         order=order,
-        row_blocks=1,
+        row_blocks=pl.cdiv(R, tiles.rows),
         blocks=N // WIDE,
         steps=inputs // tiles.depth,
         segments=segments,
         tiles=tiles,
     )
+    buffers = _buffers(work, format, squares, added)._asdict()
+    # Programs of the same weight are neighbours.
+    grid = {"row": 1, "column": work.blocks}
+    if work.row_blocks > 1:
+        grid = {"column": work.blocks, "row": work.row_blocks}
     cluster = {"cluster": (segments,), "cluster_names": ("segment",)} if segments > 1 else {}
     out, *left = plgpu.kernel(
         functools.partial(_packed_kernel, work=work, format=format),
         out_type=tuple(results.values()),
-        grid=(1, work.blocks),
-        grid_names=("row", "column"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         **cluster,
         num_threads=2,
         thread_name="group",
-        scratch_types={k: v for k, v in _buffers(work, format, squares)._asdict().items() if v},
+        scratch_types={name: kind for name, kind in buffers.items() if kind},
         compiler_params=plgpu.CompilerParams(),
         kernel_name="linear_packed_sm90",
     )(*operands.values())
@@ -210,7 +230,7 @@ def linear(
     return out, None if norm is None else left[0], left[-1], None
 
 
-def _buffers(work, format, squares):
+def _buffers(work, format, squares, added):
     """Returns the shared-memory types of a program."""
     tiles, blocks = work.tiles, work.tiles.depth // FORMATS[format]
 
@@ -222,8 +242,9 @@ def _buffers(work, format, squares):
 
     more = {}
     if squares is not None:
-        more["chunks"] = plgpu.SMEM((WIDE, squares.shape[1]), jnp.float32)
-        more["norms"] = plgpu.SMEM((WIDE,), jnp.float32)
+        rows = max(WIDE, tiles.rows)
+        more["chunks"] = plgpu.SMEM((rows, squares.shape[1]), jnp.float32)
+        more["norms"] = plgpu.SMEM((rows,), jnp.float32)
     if work.segments > 1:
         more["partials"] = swizzled(work.segments - 1, WIDE, tiles.rows, jnp.float32)
         more["received"] = plgpu.Barrier(num_barriers=work.segments - 1)
@@ -232,7 +253,7 @@ def _buffers(work, format, squares):
         words=swizzled(tiles.stages, work.weights * WIDE, blocks * WORDS, jnp.int32),
         full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
         free=plgpu.Barrier(num_barriers=tiles.stages),
-        parts=plgpu.SMEM((PARTS, tiles.rows, WIDE), jnp.bfloat16),
+        parts=plgpu.SMEM((_parts(tiles.rows, work.weights, added), tiles.rows, WIDE), jnp.bfloat16),
         squares=plgpu.SMEM((tiles.rows,), jnp.float32),
         loaded=plgpu.Barrier(num_barriers=2),
         **more,
@@ -249,7 +270,7 @@ def _packed_kernel(*refs, work, format, **shared):
 
     @pl.when(group == 1)
     def _copy():
-        _copy_blocks(refs, shared, work, format, row, column, begin)
+        copy_blocks(refs, shared, work, format, row, column, begin)
 
     @pl.when(group == 0)
     def _multiply():
@@ -257,12 +278,12 @@ def _packed_kernel(*refs, work, format, **shared):
             _multiply_segment(refs, shared, work, format, row, column, segment)
             return
         if work.has_squares:
-            chunks = refs.squares.at[pl.ds(row, WIDE)]
+            chunks = refs.squares.at[pl.ds(row, max(WIDE, work.tiles.rows))]
             plgpu.copy_gmem_to_smem(chunks, shared.chunks, shared.loaded.at[1])
         turned = SwappedResult(refs, shared, work, row, column)
         turned.prepare()
         norms = _norms(shared, work, refs.x.shape[1]) if work.has_squares else None
-        turned.store(_sums(refs, shared, work, format, column, begin), norms)
+        turned.store(sums_of(refs, shared, work, format, column, begin), norms)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -279,7 +300,7 @@ def _multiply_segment(refs, shared, work, format, row, column, segment):
         turned.prepare()
 
     begin = segment * work.segment_steps
-    (sums,) = _sums(refs, shared, work, format, column, begin)  # no gate with segments
+    (sums,) = sums_of(refs, shared, work, format, column, begin)  # no gate with segments
 
     @pl.when(segment > 0)
     def _send():
@@ -297,126 +318,15 @@ def _multiply_segment(refs, shared, work, format, row, column, segment):
         plgpu.wait_smem_to_gmem(0)
 
 
-def _copy_blocks(refs, shared, work, format, row, column, begin):
-    """Producer: copies the blocks of a segment, from step `begin`; rows out of bounds are zero."""
-    tiles, count = work.tiles, work.tiles.depth // FORMATS[format] * WORDS
-    weight_ref = refs.weights.at[refs.layer[0]]
-
-    def copy(k, _):
-        slot = lax.rem(k, tiles.stages)
-
-        @pl.when(k >= tiles.stages)
-        def _wait():
-            plgpu.barrier_wait(shared.free.at[slot])
-
-        full = shared.full.at[slot]
-        for number in range(work.weights):
-            first = work.first + number * work.outputs + column
-            words = weight_ref.at[pl.ds(first, WIDE), pl.ds((begin + k) * count, count)]
-            place = shared.words.at[slot, pl.ds(number * WIDE, WIDE)]
-            plgpu.copy_gmem_to_smem(words, place, full)
-        x = refs.x.at[pl.ds(row, tiles.rows), pl.ds((begin + k) * tiles.depth, tiles.depth)]
-        plgpu.copy_gmem_to_smem(x, shared.rows.at[slot], full)
-
-    lax.fori_loop(0, work.segment_steps, copy, None)
-
-
 def _norms(shared, work, inputs):
     """Returns the norm scales of the rows, which are columns of the accumulators."""
     plgpu.barrier_wait(shared.loaded.at[1])
-    squares = plgpu.load(shared.chunks, layout=LAYOUT, optimized=False)
     of_rows = LAYOUT.reduce(1)
-    mean = times(added_up([squares], work.order.digits_of_chunks), 1.0 / inputs, layout=of_rows)
-    shared.norms[...] = inverse_root(plus(mean, work.eps, layout=of_rows), layout=of_rows)
+    for first in range(0, shared.norms.shape[0], WIDE):
+        rows = pl.ds(first, WIDE)
+        squares = plgpu.load(shared.chunks.at[rows], layout=LAYOUT, optimized=False)
+        mean = times(added_up([squares], work.order.digits_of_chunks), 1.0 / inputs, layout=of_rows)
+        norms = inverse_root(plus(mean, work.eps, layout=of_rows), layout=of_rows)
+        shared.norms.at[rows][...] = norms
     norms = shared.norms.at[pl.ds(0, work.tiles.rows)]
     return plgpu.load(norms, layout=LAYOUT.reduce(0), optimized=False)
-
-
-def _sums(refs, shared, work, format, column, begin):
-    """Consumer: multiplies the blocks of a segment, from step `begin`.
-
-    Returns the accumulators, outputs by rows.
-    """
-    tiles, layer = work.tiles, refs.layer[0]
-    groups, inputs = tiles.depth // GROUP, FORMATS[format]
-    blocks, ahead = tiles.depth // inputs, max(1, _AHEAD // work.weights // tiles.depth)
-    outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
-    share, _ = shares_of(refs.weights.shape, refs.scales.shape)
-
-    def scales_at(step):
-        first = (begin + jnp.minimum(step, work.segment_steps - 1)) * groups
-        return [[_stored(refs, layer, o, share, first + i) for i in range(groups)] for o in outputs]
-
-    def add_all(*sums_refs):
-        def add(k, later):
-            scales, *later = [*later, scales_at(k + ahead)]
-            slot = lax.rem(k, tiles.stages)
-
-            # Products in flight are of the previous step: those of the step before are complete.
-            @pl.when(k > 1)
-            def _free():
-                plgpu.barrier_arrive(shared.free.at[lax.rem(k - 2, tiles.stages)])
-
-            plgpu.barrier_wait(shared.full.at[slot])
-            for block, (i, sums_ref) in itertools.product(range(blocks), enumerate(sums_refs)):
-                at = pl.ds(i * WIDE, WIDE), pl.ds(block * WORDS, WORDS)
-                words = plgpu.load(shared.words.at[slot, *at], layout=LAYOUT)
-                for number in range(inputs // PAIR):
-                    first = block * inputs + number * PAIR
-                    x = shared.rows.at[slot, :, pl.ds(first, PAIR)]
-                    weight = _dequantised(words, scales[i][first // GROUP], number, format)
-                    plgpu.wgmma(sums_ref, weight, x.transpose((1, 0)))
-                    plgpu.wgmma_wait(_IN_FLIGHT // work.weights)
-            return tuple(later)
-
-        lax.fori_loop(0, work.segment_steps, add, tuple(map(scales_at, range(ahead))))
-        plgpu.wgmma_wait(0)
-        return [sums_ref[...] for sums_ref in sums_refs]
-
-    shape = plgpu.ACC((WIDE, tiles.rows), jnp.float32)
-    return pl.run_scoped(add_all, *[shape] * work.weights)
-
-
-def _stored(refs, layer, output, share, group):
-    """Loads the scales of `WIDE` outputs in a group: a vector, or one number for all."""
-    if share > 1:
-        return refs.scales[layer, lax.div(output, share), group]
-    at = refs.scales.at[layer, pl.ds(output, WIDE), group]
-    return plgpu.load(at, layout=LAYOUT.reduce(1), optimized=False)
-
-
-def _dequantised(words, stored, number, format):
-    """Dequantises two neighbouring parts of a block as an operand of WGMMA in registers."""
-    if format == "int4_w4a16":
-        scales = int4_scales(stored)
-        texts = [int4_assembly(2 * number + i, scales.rest is not None) for i in range(2)]
-        columns = [scales.upper, *([] if scales.rest is None else [scales.rest, scales.shift])]
-    else:
-        texts = [fp8_assembly(2 * number + i, is_scaled=True) for i in range(2)]
-        columns = [stored]
-    columns = [_across(column, words.shape) for column in columns]
-    kind = plgpu.ShapeDtypeStruct((WIDE, PAIR), jnp.bfloat16, layout=LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,) * (1 + len(columns)), return_type=kind)
-    def apply(_, words, *columns):
-        parts = [words._pointwise(functools.partial(_two_codes, text), *columns) for text in texts]
-        registers = np.concatenate([part.registers for part in parts], axis=1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=None)
-
-    return apply(words, *columns)
-
-
-def _across(column, shape):
-    if column.ndim:
-        return lax.broadcast_in_dim(column, shape, [0])
-    return plgpu.layout_cast(lax.broadcast(column, shape), LAYOUT)
-
-
-def _two_codes(text, words, *scales):
-    """Applies PTX to the codes of two neighbouring words of a thread."""
-    word = ir.IntegerType.get_signless(32)
-    places = [ir.DenseI64ArrayAttr.get([i]) for i in range(2)]
-    given = [vector.extract(words, dynamic_position=[], static_position=at) for at in places]
-    given += [llvm.bitcast(word, scale) for scale in scales]
-    made = llvm.inline_asm(word, given, text, ",".join(["=r"] + ["r"] * len(given)))
-    return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), made)

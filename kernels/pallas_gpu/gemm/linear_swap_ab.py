@@ -55,10 +55,18 @@ class SwappedResult:
 
     def _store_squares(self, terms):
         """Stores the sums of squares of a chunk, which is all outputs of the block."""
-        # A vector of rows has at least eight elements, and there may be fewer rows.
+        rows, most = self._refs.sums.shape[0], self._work.tiles.rows
+        chunk = lax.div(self._column, WIDE)
         self._squares[...] = added_up([terms], self._work.order.digits, axis=0)
-        for row in range(self._refs.sums.shape[0]):
-            self._refs.sums[row, lax.div(self._column, WIDE)] = self._squares[row]
+        if most >= WIDE and rows % most == 0:
+            for first in range(0, most, WIDE):
+                part = self._squares.at[pl.ds(first, WIDE)]
+                sums = plgpu.load(part, layout=LAYOUT.reduce(1), optimized=False)
+                self._refs.sums[pl.ds(self._slices[0].start + first, WIDE), chunk] = sums
+            return
+        # A vector of rows has at least eight elements, and there may be fewer rows.
+        for row in range(rows):
+            self._refs.sums[row, chunk] = self._squares[row]
 
     def _store_part(self, values, number, ref):
         """Copies a part to its place in global memory."""
