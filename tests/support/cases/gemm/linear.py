@@ -158,7 +158,9 @@ _LARGE_QUANTIZED = {
     "act_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
+_LAYER_ROWS = (*_ROWS[:3], 64, *_ROWS[3:])
 _SOME_ROWS = {
+    **dict.fromkeys(("qkv", "out", "down", "gate and up"), _LAYER_ROWS),
     "head": (1, 32, 512),
     "head of 4,096 tokens": (768,),
     "head of 16,000 tokens": (512, 768),
@@ -237,7 +239,7 @@ TABLE += [
     for function, cases in _LARGE_QUANTIZED.items()
     for name, (K, N) in cases.items()
     for kind, quantized in QUANTIZED.items()
-    for R in _ROWS
+    for R in _SOME_ROWS.get(name, _ROWS)
     if kind in ("FP8", "INT4")
     or (kind not in OF_EXPERTS and name == "gate and up" and R in (1, 32, 512))
 ]
