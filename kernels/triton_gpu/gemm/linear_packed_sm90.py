@@ -34,8 +34,10 @@ from kernels.triton_gpu.gemm.linear_sm90 import (
     store_tile,
 )
 from kernels.triton_gpu.gemm.linear_sm90_mainloop import (
+    FEW,
     FORMATS,
     GROUP,
+    MOST_ROWS,
     PAIR,
     WARPS,
     WIDTH,
@@ -48,12 +50,15 @@ from kernels.triton_gpu.gemm.linear_sm90_mainloop import (
 
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [WARPS.value, 1], [1, 0]))
 """Layout of the sums of a tile, `[rows, outputs]`."""
-_COPYING_REGISTERS, _COPYING_SEGMENTS = gl.constexpr(24), gl.constexpr(32)
-"""Registers of a producer thread, and those with segments."""
-_REGISTERS, _SEGMENTS_REGISTERS = 80, 96
+_COPYING_REGISTERS, _MORE_COPYING_REGISTERS = gl.constexpr(24), gl.constexpr(32)
+"""Registers of a producer thread, and those with segments or in tiles of more than `FEW` rows."""
+_EARLY_PARTS = gl.constexpr(2)
+"""Parts of a tile with a residual in registers during the main loop."""
+_REGISTERS, _MORE_REGISTERS, _MANY_REGISTERS = 80, 96, 128
 """Registers of a thread at the launch, which consumers and producer then share differently.
 
-With the second a multiprocessor holds two programs, with the first three.
+With the first a multiprocessor holds three programs, with the others two. The second is for
+segments and for blocks of rows, the last for tiles of more than `FEW` rows.
 """
 
 
@@ -66,13 +71,18 @@ def takes(
     segments: int,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `launch` supports a call: few bfloat16 rows, scales of 128 inputs."""
+    """Returns whether `launch` supports a call: bfloat16 rows, scales of 128 inputs.
+
+    Tiles of less than `FEW` rows must contain all rows; larger ones form blocks of rows.
+    """
     (rows, inputs), width = x.shape, tiles.columns * (2 if is_gated else 1)
     if scales is None or not tiles.copies_packed or format not in FORMATS:
         return False
     is_whole = inputs % (segments * tiles.depth) == 0 and inputs == GROUP.value * scales.shape[1]
     is_whole &= scales.dtype in (torch.bfloat16, torch.int32)
-    is_tile = rows <= tiles.rows and width == WIDTH.value and tiles.warps == WARPS.value
+    is_tile = rows <= tiles.rows or FEW.value <= tiles.rows <= MOST_ROWS.value
+    is_tile &= width == WIDTH.value and tiles.warps == WARPS.value
+    is_tile &= tiles.depth % FORMATS[format] == 0
     return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
 
 
@@ -93,11 +103,12 @@ def launch(
     Args:
       x, weight, scales: Rows, packed weight and its scales.
       args: Inputs of the prologue and the epilogue, and outputs.
-      blocks: Blocks of outputs.
+      blocks: Blocks of rows and outputs.
       sizes, squares, config: Same as for the kernel of `linear`.
       launching: Launch options, see `launching` in `linear`.
     """
     block, programs = [WIDTH.value, WORDS.value], (blocks,)
+    is_blocked = config.rows > FEW.value or len(x) > config.rows
     if config.is_separate:
         programs = blocks, config.segments
     if sizes.is_gated:  # blocks of gate and up form one tile
@@ -114,10 +125,17 @@ def launch(
         sizes=sizes,
         squares=squares,
         config=config,
+        is_blocked=is_blocked,
         num_warps=WARPS.value,
-        maxnreg=_REGISTERS if config.segments == 1 else _SEGMENTS_REGISTERS,
+        maxnreg=_registers_of(config, is_blocked=is_blocked),
         **launching,
     )
+
+
+def _registers_of(config: GemmTileConfig, *, is_blocked: bool) -> int:
+    if config.rows > FEW.value:
+        return _MANY_REGISTERS
+    return _MORE_REGISTERS if is_blocked or config.segments > 1 else _REGISTERS
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
@@ -130,9 +148,10 @@ def _linear_packed_sm90_kernel(
     sizes: gl.constexpr,
     squares: gl.constexpr,
     config: gl.constexpr,
+    is_blocked: gl.constexpr,
     is_launched: gl.constexpr,
 ):
-    """One program per block of outputs, or per block and segment of inputs."""
+    """One program per block of rows and outputs, or per block and segment of inputs."""
     stages: gl.constexpr = config.stages
     calls: gl.constexpr = config.depth // PAIR
     blocks: gl.constexpr = config.depth // config.loads.format.inputs
@@ -151,11 +170,15 @@ def _linear_packed_sm90_kernel(
         mbarrier.init(ring.full.index(i), count=1)
         mbarrier.init(ring.free.index(i), count=1)
     fence_async_shared()
-    copying: gl.constexpr = _COPYING_REGISTERS if config.segments == 1 else _COPYING_SEGMENTS
+    is_small: gl.constexpr = config.segments == 1 and config.rows <= FEW
+    copying: gl.constexpr = _COPYING_REGISTERS if is_small else _MORE_COPYING_REGISTERS
     gl.warp_specialize(
         [
-            (_multiply, (ring, scales_at, args, num_rows, sizes, squares, config, is_launched)),
-            (_copy, (x_of, words_of, ring, sizes, config, is_launched)),
+            (
+                _multiply,
+                (ring, scales_at, args, num_rows, sizes, squares, config, is_blocked, is_launched),
+            ),
+            (_copy, (x_of, words_of, ring, num_rows, sizes, config, is_blocked, is_launched)),
         ],
         [1],
         [copying],
@@ -164,7 +187,14 @@ def _linear_packed_sm90_kernel(
 
 @gluon.jit
 def _copy(
-    x_of, words_of, ring, sizes: gl.constexpr, config: gl.constexpr, is_launched: gl.constexpr
+    x_of,
+    words_of,
+    ring,
+    num_rows,
+    sizes: gl.constexpr,
+    config: gl.constexpr,
+    is_blocked: gl.constexpr,
+    is_launched: gl.constexpr,
 ):
     """Producer: copies all blocks; the weight does not depend on the previous kernel."""
     stages: gl.constexpr = config.stages
@@ -178,19 +208,20 @@ def _copy(
     for step in gl.static_range(first):
         full = ring.full.index(step)
         mbarrier.expect(full, count)
-        _copy_words(words_of, begin + step, full, ring, step, sizes, config)
+        _copy_words(words_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
     if is_launched:
         gdc_wait()
     for step in gl.static_range(first):
-        _copy_rows(x_of, begin + step, ring.full.index(step), ring, step, config)
+        full = ring.full.index(step)
+        _copy_rows(x_of, num_rows, begin + step, full, ring, step, config, is_blocked)
     slot = 0
     phase = 0
     for step in range(stages, steps):
         mbarrier.wait(ring.free.index(slot), phase)
         full = ring.full.index(slot)
         mbarrier.expect(full, count)
-        _copy_words(words_of, begin + step, full, ring, slot, sizes, config)
-        _copy_rows(x_of, begin + step, full, ring, slot, config)
+        _copy_words(words_of, num_rows, begin + step, full, ring, slot, sizes, config, is_blocked)
+        _copy_rows(x_of, num_rows, begin + step, full, ring, slot, config, is_blocked)
         slot += 1
         if slot == stages:
             slot = 0
@@ -200,9 +231,19 @@ def _copy(
 
 
 @gluon.jit
-def _copy_words(words_of, step, full, ring, slot, sizes: gl.constexpr, config: gl.constexpr):
+def _copy_words(
+    words_of,
+    num_rows,
+    step,
+    full,
+    ring,
+    slot,
+    sizes: gl.constexpr,
+    config: gl.constexpr,
+    is_blocked: gl.constexpr,
+):
     blocks: gl.constexpr = config.depth // config.loads.format.inputs
-    column = gl.program_id(0) * config.columns
+    _, column = _block_of(num_rows, config, is_blocked)
     for block in gl.static_range(blocks):
         at = (step * blocks + block) * WORDS
         place = ring.words.index(slot * blocks + block)
@@ -213,11 +254,26 @@ def _copy_words(words_of, step, full, ring, slot, sizes: gl.constexpr, config: g
 
 
 @gluon.jit
-def _copy_rows(x_of, step, full, ring, slot, config: gl.constexpr):
+def _copy_rows(
+    x_of, num_rows, step, full, ring, slot, config: gl.constexpr, is_blocked: gl.constexpr
+):
     calls: gl.constexpr = config.depth // PAIR
+    first_row, _ = _block_of(num_rows, config, is_blocked)
     for call in gl.static_range(calls):
         at = step * config.depth + call * PAIR
-        copy_tile(x_of, [0, at], full, ring.rows.index(slot * calls + call))
+        copy_tile(x_of, [first_row, at], full, ring.rows.index(slot * calls + call))
+
+
+@gluon.jit
+def _block_of(num_rows, config: gl.constexpr, is_blocked: gl.constexpr):
+    """Returns the first row and output of a program; rows vary first, as in `linear`."""
+    first_row = 0
+    block = gl.program_id(0)
+    if is_blocked:
+        row_blocks = (num_rows + config.rows - 1) // config.rows
+        first_row = block % row_blocks * config.rows
+        block = block // row_blocks
+    return first_row, block * config.columns
 
 
 @gluon.jit
@@ -229,17 +285,17 @@ def _multiply(
     sizes: gl.constexpr,
     squares: gl.constexpr,
     config: gl.constexpr,
+    is_blocked: gl.constexpr,
     is_launched: gl.constexpr,
 ):
     """Consumer: accumulates the blocks of the ring, applies the epilogue and stores.
 
     With separate segments, the program that arrives last does so for the sum of all.
     """
-    rows: gl.constexpr = config.rows
     format: gl.constexpr = config.loads.format
     steps: gl.constexpr = _steps_of(sizes, config)
     layout: gl.constexpr = words_layout()
-    column = gl.program_id(0) * config.columns
+    first_row, column = _block_of(num_rows, config, is_blocked)
     lane = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
     output = column + lane % config.columns
     is_output = output < sizes.N
@@ -250,17 +306,15 @@ def _multiply(
     later = first_scales(scales_at, is_output, steps, config)
     if is_launched:
         gdc_wait()
-    norm = num_rows
-    if not config.is_separate:
-        early = load_added(args, 0, column, num_rows, rows, config.columns, sizes, WARPS)
-        if squares.count > 0:  # overlaps with the first copies
-            norm = norm_scale(args, 0, num_rows, sizes, squares, rows, WARPS)
+    inputs = ()
+    if not config.is_separate:  # overlaps with the first copies
+        inputs = _inputs_of(args, first_row, column, num_rows, sizes, squares, config)
     acc = accumulate_segments(ring, scales_at, later, is_output, steps, config)
-    acc = gl.convert_layout(gl.permute(acc, (1, 0)), _RESULT)
+    acc = gl.permute(acc, (1, 0))
     if config.is_separate:
-        _store_part(acc, args, column, num_rows, sizes, squares, config)
+        _store_part(acc, args, first_row, column, num_rows, sizes, squares, config)
     else:
-        store_tile(acc, norm, early, args, 0, column, num_rows, sizes, squares, WARPS)
+        _store(_parts_of(acc), inputs, args, first_row, column, num_rows, sizes, squares)
 
 
 @gluon.constexpr_function
@@ -270,9 +324,67 @@ def _steps_of(sizes, config):
 
 
 @gluon.jit
-def _store_part(
-    part,
+def _inputs_of(
     args,
+    first_row,
+    column,
+    num_rows,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+    config: gl.constexpr,
+):
+    """Computes the norm scales of each part of a tile, and loads the residual of the first ones."""
+    rows: gl.constexpr = min(config.rows, FEW)
+    norms, early = (), ()
+    for part in gl.static_range(config.rows // rows):
+        row = first_row + part * rows
+        if part < _EARLY_PARTS:
+            early += (load_added(args, row, column, num_rows, rows, config.columns, sizes, WARPS),)
+        norm = num_rows
+        if squares.count > 0:
+            norm = norm_scale(args, row, num_rows, sizes, squares, rows, WARPS)
+        norms += (norm,)
+    return norms, early
+
+
+@gluon.jit
+def _parts_of(acc):
+    """Returns the parts of a tile with `FEW` rows each; a smaller tile is a part."""
+    rows: gl.constexpr = acc.shape[0]
+    if rows <= FEW:
+        parts = (acc,)
+    else:
+        halves = gl.reshape(acc, (2, rows // 2, acc.shape[1]))
+        one, two = gl.split(gl.permute(halves, (1, 2, 0)))
+        parts = _parts_of(one) + _parts_of(two)
+    return parts
+
+
+@gluon.jit
+def _store(
+    parts,
+    inputs,
+    args,
+    first_row,
+    column,
+    num_rows,
+    sizes: gl.constexpr,
+    squares: gl.constexpr,
+):
+    """Applies the epilogue to each part of a tile, and stores it."""
+    for part in gl.static_range(len(parts)):
+        acc = gl.convert_layout(parts[part], _RESULT)
+        row = first_row + part * acc.shape[0]
+        norms, early = inputs
+        added = early[part] if part < _EARLY_PARTS else None
+        store_tile(acc, norms[part], added, args, row, column, num_rows, sizes, squares, WARPS)
+
+
+@gluon.jit
+def _store_part(
+    acc,
+    args,
+    first_row,
     column,
     num_rows,
     sizes: gl.constexpr,
@@ -283,25 +395,37 @@ def _store_part(
 
     Same order and memory ordering as `arrives_last` and `sum_of_parts` of `linear_mainloop`.
     """
-    N: gl.constexpr = sizes.N
-    rows: gl.constexpr = config.rows
+    rows: gl.constexpr = min(config.rows, FEW)
     segments: gl.constexpr = config.segments
-    row = gl.arange(0, rows, layout=gl.SliceLayout(1, _RESULT))
-    output = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, _RESULT))
-    is_inside = (row < num_rows)[:, None] & (output < N)[None, :]
-    parts = args.parts + (row.to(gl.int64)[:, None] * N + output[None, :])
-    gl.store(parts + gl.program_id(1).to(gl.int64) * num_rows * N, part, mask=is_inside)
+    parts = _parts_of(acc)
+    for part in gl.static_range(len(parts)):
+        row = first_row + part * rows
+        sums = gl.convert_layout(parts[part], _RESULT)
+        at, is_inside = _sums_at(args, row, column, num_rows, rows, sizes)
+        at += gl.program_id(1).to(gl.int64) * num_rows * sizes.N
+        gl.store(at, sums, mask=is_inside)
     barrier()  # the stores of all threads, before one of them counts
     counter = args.arrivals + gl.program_id(0)
     if gl.atomic_add(counter, 1, sem="acq_rel") == segments - 1:
         barrier()  # the count, before the loads of all threads
         gl.store(counter, 0)
-        early = load_added(args, 0, column, num_rows, rows, config.columns, sizes, WARPS)
-        norm = num_rows
-        if squares.count > 0:
-            norm = norm_scale(args, 0, num_rows, sizes, squares, rows, WARPS)
-        total = gl.zeros((rows, WIDTH), gl.float32, _RESULT)
-        for _ in gl.static_range(segments):
-            total += gl.load(parts, mask=is_inside, other=0.0, volatile=True)
-            parts += num_rows.to(gl.int64) * N
-        store_tile(total, norm, early, args, 0, column, num_rows, sizes, squares, WARPS)
+        inputs = _inputs_of(args, first_row, column, num_rows, sizes, squares, config)
+        totals = ()
+        for part in gl.static_range(len(parts)):
+            row = first_row + part * rows
+            at, is_inside = _sums_at(args, row, column, num_rows, rows, sizes)
+            total = gl.zeros((rows, WIDTH), gl.float32, _RESULT)
+            for _ in gl.static_range(segments):
+                total += gl.load(at, mask=is_inside, other=0.0, volatile=True)
+                at += num_rows.to(gl.int64) * sizes.N
+            totals += (total,)
+        _store(totals, inputs, args, first_row, column, num_rows, sizes, squares)
+
+
+@gluon.jit
+def _sums_at(args, first_row, column, num_rows, rows: gl.constexpr, sizes: gl.constexpr):
+    """Returns pointers to the sums of the first segment of a part of a tile, and their mask."""
+    row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, _RESULT))
+    output = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, _RESULT))
+    is_inside = (row < num_rows)[:, None] & (output < sizes.N)[None, :]
+    return args.parts + (row.to(gl.int64)[:, None] * sizes.N + output[None, :]), is_inside
