@@ -98,15 +98,15 @@ def takes(
     """Returns whether `linear` supports a call: few bfloat16 rows, scales of 128 inputs.
 
     `is_plain` states that there is neither a bias nor an LM-head epilogue. The rows are fewer than
-    a group of lines, or whole groups, and one tile or whole tiles from `WIDE` rows. Segments must
-    be whole steps, without a norm before.
+    a group of lines, or whole groups; several tiles have `WIDE` rows or more. Segments must be
+    whole steps, without a norm before.
     """
     if scales is None or not tiles.copies_packed or format not in FORMATS or not has_mosaic():
         return False
     rows, inputs = x.shape
     is_tile = tiles.columns == WIDE and tiles.warps == WARPS
     is_tile &= rows < LINES or rows % LINES == 0
-    is_tile &= rows <= tiles.rows or tiles.rows >= WIDE and rows % tiles.rows == 0
+    is_tile &= rows <= tiles.rows or tiles.rows >= WIDE
     is_whole = inputs % tiles.depth == 0 and inputs == GROUP * scales.shape[2]
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE

@@ -55,18 +55,24 @@ class SwappedResult:
 
     def _store_squares(self, terms):
         """Stores the sums of squares of a chunk, which is all outputs of the block."""
-        rows, most = self._refs.sums.shape[0], self._work.tiles.rows
+        rows, most, first = self._refs.sums.shape[0], self._work.tiles.rows, self._slices[0].start
         chunk = lax.div(self._column, WIDE)
         self._squares[...] = added_up([terms], self._work.order.digits, axis=0)
-        if most >= WIDE and rows % most == 0:
-            for first in range(0, most, WIDE):
-                part = self._squares.at[pl.ds(first, WIDE)]
-                sums = plgpu.load(part, layout=LAYOUT.reduce(1), optimized=False)
-                self._refs.sums[pl.ds(self._slices[0].start + first, WIDE), chunk] = sums
-            return
         # A vector of rows has at least eight elements, and there may be fewer rows.
-        for row in range(rows):
-            self._refs.sums[row, chunk] = self._squares[row]
+        whole, rest = divmod(rows, most) if most >= WIDE else (0, rows)
+        has_both = whole > 0 and rest > 0
+
+        @pl.when(first + most <= rows if has_both else whole > 0)
+        def _store_tile():
+            for down in range(0, most, WIDE):
+                part = self._squares.at[pl.ds(down, WIDE)]
+                sums = plgpu.load(part, layout=LAYOUT.reduce(1), optimized=False)
+                self._refs.sums[pl.ds(first + down, WIDE), chunk] = sums
+
+        @pl.when(first + most > rows if has_both else whole == 0)
+        def _store_rest():
+            for row in range(rest):
+                self._refs.sums[rows - rest + row, chunk] = self._squares[row]
 
     def _store_part(self, values, number, ref):
         """Copies a part to its place in global memory."""
