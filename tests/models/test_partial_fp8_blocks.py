@@ -34,7 +34,8 @@ from torch_impl.formats import registry as torch_formats
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 208, "moe_latent_size": 256}
 SIZES |= {"mamba_num_heads": 16, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 128}
 BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
-PROJECTIONS, EXPERTS = {"mamba2.inputs", "mlp.gate_up"}, {"experts.gate_up", "experts.down"}
+PROJECTIONS = {"mamba2.inputs", "mamba2.out", "mlp.gate_up"}
+EXPERTS = {"experts.gate_up", "experts.down"}
 EXPERTS |= {f"mtp.layer.{name}" for name in EXPERTS}
 LAYOUT_NAMES = ("compressed-tensors, block", "compressed-tensors, channel", "ModelOpt", "AutoFP8")
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
@@ -106,11 +107,15 @@ def test_dummy_partial_fp8_blocks_equal_dequantised(ranks: int, granularity: Gra
         check_planes(dummy, own, formats[own.name])
 
 
-def test_dense_fp8_weights_have_no_padding(tmp_path) -> None:
-    """Kernels of dense weights read whole blocks of inputs."""
-    stated = nemotron() | {"hidden_size": 192}
+@pytest.mark.parametrize(
+    ("hidden", "dense"), [(192, {"mamba2.out"}), (384, PROJECTIONS), (512, None)]
+)
+def test_dense_fp8_weights_have_no_padding(hidden: int, dense: set[str] | None, tmp_path) -> None:
+    """Kernels of dense weights read whole blocks of inputs; those of few rows two at once."""
+    stated = nemotron() | {"hidden_size": hidden}
     config = write_fp8(tmp_path, stated, LAYOUTS["compressed-tensors, block"])
-    assert w8a16_of(open_checkpoint(tmp_path), parameters(config, True)).keys() == EXPERTS
+    found = w8a16_of(open_checkpoint(tmp_path), parameters(config, True)).keys()
+    assert found == EXPERTS | dense if dense else found > EXPERTS | PROJECTIONS
 
 
 @pytest.mark.parametrize(

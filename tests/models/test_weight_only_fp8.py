@@ -54,7 +54,9 @@ STATED = json.loads(
     (Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8" / "config.json").read_text()
 )["quantization_config"]
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
-KEPT = {f"{prefix}experts.{x}" for prefix in ("", "mtp.layer.") for x in ("gate_up", "down")}
+EXPERTS = {f"{prefix}experts.{x}" for prefix in ("", "mtp.layer.") for x in ("gate_up", "down")}
+DENSE = {"attention.inputs", "mtp.layer.attention.inputs"}
+KEPT = EXPERTS | DENSE
 FILE, BLOCK = "model.safetensors", Granularity.BLOCK
 SCALE = "_scale_inv"
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
@@ -104,7 +106,10 @@ def granularity(request) -> Granularity:
 @pytest.fixture(scope="module")
 def kept(granularity) -> dict[str, QuantizedFormat]:
     """Formats of the parameters that stay FP8."""
-    return dict.fromkeys(KEPT, FP8W8A16(BLOCK if granularity is BLOCK else Granularity.CHANNEL))
+    if granularity is not BLOCK:
+        return dict.fromkeys(KEPT, FP8W8A16(Granularity.CHANNEL))
+    cut = dict.fromkeys(DENSE, FP8W8A16(BLOCK, by_output=True))
+    return cut | dict.fromkeys(EXPERTS, FP8W8A16(BLOCK))
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def test_quantization_fp8_requires_fp8_weights(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "count"), [("cpu", "bfloat16", 0), ("gpu", "float32", 0), ("gpu", None, 9)]
+    ("kind", "dtype", "count"), [("cpu", "bfloat16", 0), ("gpu", "float32", 0), ("gpu", None, 13)]
 )
 def test_fp8_scales_read_only_when_weights_stay_fp8(
     kind, dtype, count, tmp_path, monkeypatch
@@ -131,7 +131,7 @@ def test_fp8_scales_read_only_when_weights_stay_fp8(
 
 
 @pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
-def test_fp8_ranks_keep_experts_with_cut_blocks(ranks, are_whole, tmp_path) -> None:
+def test_fp8_ranks_keep_weights_with_cut_blocks(ranks, are_whole, tmp_path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512}
     write_fp8(tmp_path, MIXTURE | sizes, LAYOUTS["compressed-tensors, block"])
     platform = replace(platform_of("jax"), find_device=lambda: Device("gpu", "one", 1 << 34))
@@ -139,7 +139,8 @@ def test_fp8_ranks_keep_experts_with_cut_blocks(ranks, are_whole, tmp_path) -> N
     start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
     whole = FP8W8A16(Granularity.BLOCK)
     cut = whole if are_whole else FP8W8A16(Granularity.BLOCK, by_output=True)
-    want = {"experts.gate_up": cut, "experts.down": whole}
+    want = dict.fromkeys(("attention.inputs", "experts.gate_up"), cut)
+    want |= dict.fromkeys(("attention.out", "experts.down"), whole)
     assert start.memory.blueprint.formats == want
 
 

@@ -19,6 +19,7 @@ from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.fp8_encoding import granularity_of
 from shared.models.formats.weight_format import (
+    MATRICES,
     SCALES,
     VALUES,
     Array,
@@ -41,15 +42,11 @@ EXPERTS = ("experts.gate_up", "experts.down")
 """Suffixes of the names of the parameters of experts. Their kernels read weights with any number of
 inputs, and float32 scales; each takes a further instruction per weight and its speed has not been
 measured, so that dense weights have neither."""
-KEPT = ("mlp.gate_up", *EXPERTS, "mamba2.inputs")
-"""Suffixes of the names of parameters that are stored as packed FP8 on a GPU.
-
-A kernel dequantises a weight in registers to the same bits as a dequantised weight in memory, so
-the choice per parameter affects speed and memory only. All other parameters are dequantised when
-loaded: prompts dequantise a packed weight in memory in every call, and were 3 to 4 % slower with
-qkv, out and down of Qwen3-8B packed (torch, H200). The input projection of a Mamba2 layer has the
-most outputs outside the MLPs (10,304 in Nemotron 3 Nano); its speed in FP8 has not been measured.
-"""
+_MANY_OUTPUTS = ("mlp.gate_up", "mamba2.inputs")
+_STEP = 256
+"""Inputs per step of the kernel of few rows. A dense weight whose inputs are no whole steps is
+dequantised when loaded, because the other kernel is slower than one for bfloat16, except for those
+with the most outputs."""
 _LARGEST_SCALE = 2.0**7
 """From this value on, a scale times `SCALE_FACTOR` would overflow."""
 _PARTS = 4
@@ -83,22 +80,21 @@ class FP8W8A16:
         """Returns the format of a parameter that kernels read as packed FP8, on a GPU in bfloat16.
 
         All its tensors are FP8, with scales of one granularity. Dense weights have whole blocks of
-        inputs and scales that are exact in bfloat16. Reads the scales.
+        inputs, or whole steps, and scales that are exact in bfloat16. Reads the scales.
         """
         is_served = context.reads_packed and not context.fp8_activations
-        if not is_served or not parameter.name.endswith(KEPT):
+        if not is_served or not parameter.name.endswith(MATRICES):
             return None
         every = stored(parameter)
         tensors = [tensor for tensor in every if tensor is not None]
         found = {_kept_granularity(tensor) for tensor in every}
         granularity = found.pop() if len(found) == 1 else None
         dtype, padding = _scale_dtype(tensors), -parameter.shape[-1] % FP8_BLOCK
+        if granularity is None or dtype is None:
+            return None
         is_plain = dtype == "bfloat16" and not padding
-        if (
-            granularity is None
-            or dtype is None
-            or not (is_plain or parameter.name.endswith(EXPERTS))
-        ):
+        is_fast = parameter.shape[-1] % _STEP == 0 or parameter.name.endswith(_MANY_OUTPUTS)
+        if not (is_plain and is_fast or parameter.name.endswith(EXPERTS)):
             return None
         are_cut = any(fp8.cuts_blocks(tensor.source) for tensor in tensors)
         return cls(granularity, granularity is Granularity.BLOCK and are_cut, dtype, padding)

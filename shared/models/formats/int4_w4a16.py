@@ -29,6 +29,7 @@ from shared.models.formats.int4_encoding import (
     scale_shape,
 )
 from shared.models.formats.weight_format import (
+    MATRICES,
     SCALES,
     VALUES,
     ZEROS,
@@ -42,15 +43,6 @@ from shared.models.formats.weight_format import (
 )
 from shared.models.parameter import Parameter
 
-KEPT = (
-    *(".inputs", ".queries", ".out"),
-    *(
-        f".{kind}{matrix}"
-        for kind in ("", "shared_", "parallel_")
-        for matrix in ("gate_up", "down")
-    ),
-)
-"""Suffixes of the names of parameters that are stored as packed INT4 on a GPU."""
 _UPPER = np.uint32(0xFFFF0000)
 _ZERO_BITS = 15
 
@@ -84,7 +76,7 @@ class Int4W4A16:
         """
         if (
             not context.reads_packed
-            or not parameter.name.endswith(KEPT)
+            or not parameter.name.endswith(MATRICES)
             or parameter.shape[-1] % PARTS
         ):
             return None

@@ -28,6 +28,16 @@ Planes = Mapping[str, Any]
 VALUES, SCALES, ZEROS = "values", "scales", "zeros"
 """Planes of elements, one row per output, of their scales and of their zero points."""
 
+MATRICES = (
+    *(".inputs", ".queries", ".out"),
+    *(
+        f".{kind}{matrix}"
+        for kind in ("", "shared_", "parallel_")
+        for matrix in ("gate_up", "down")
+    ),
+)
+"""Suffixes of the names of the parameters that kernels also read packed: matrices of the layers."""
+
 ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
