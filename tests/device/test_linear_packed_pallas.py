@@ -31,20 +31,22 @@ BYTES = {"int4_w4a16": 0.5, "fp8_w8a16": 1}
 
 @pytest.mark.parametrize("format", BYTES)
 @pytest.mark.parametrize("rows", [1, 16, 17, 32])
+@pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("is_adapted", [False, True])
 def test_pallas_packed_calls_without_tma_have_fast_tiles(
-    format: str, rows: int, is_adapted: bool
+    format: str, rows: int, is_adapted: bool, is_gated: bool
 ) -> None:
     """INT4 weights of few rows are the wide side of no product there, all others are."""
     table = Tiles.load("pallas_gpu", MEASURED).linear
-    sizes = {"rows": rows, "outputs": 6144, "gated": 0, "one_segment": 1}
+    sizes = {"rows": rows, "outputs": 6144, "gated": int(is_gated), "one_segment": 1}
     tiles = table.of(item_bytes=BYTES[format], **sizes)
-    how = {"is_gated": False, "is_adapted": is_adapted, "segments": 1, "counters": 0}
+    how = {"is_gated": is_gated, "is_adapted": is_adapted, "segments": 1, "counters": 0}
     found = GemmTiling.of(rows, 6144, 4096, tiles, format, **how).tiles
     assert tiles.copies_packed
     assert not found.described
     assert found.swapped == (format == "fp8_w8a16" or rows > 16)
-    assert (found.columns, found.depth, found.warps, found.stages) == (64, 128, 4, 4)
+    columns = 32 if is_gated else 64
+    assert (found.columns, found.depth, found.warps, found.stages) == (columns, 128, 4, 4)
 
 
 @pytest.fixture
