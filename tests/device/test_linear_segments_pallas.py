@@ -201,7 +201,6 @@ def test_pallas_packed_segments_match_spec(
         ({"separate": True}, 1, True),
         ({}, 2, False),  # one program has all segments
         ({"separate": True}, 2, True),
-        ({"depth": 128}, 1, False),  # half a block
         ({"separate": True, "depth": 512}, 2, True),
         ({"separate": True, "depth": 512}, 4, False),  # segments of one and a half steps
         ({"separate": True}, 12, False),  # a cluster of 12 programs is not portable

@@ -108,7 +108,6 @@ def takes(
     is_tile &= rows < LINES or rows % LINES == 0
     is_tile &= rows <= tiles.rows or tiles.rows >= WIDE
     is_whole = inputs % tiles.depth == 0 and inputs == GROUP * scales.shape[2]
-    is_whole &= tiles.depth % max(FORMATS.values()) == 0
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE
     is_whole &= squares is None or squares.shape[1] % SQUARES_AT_ONCE == 0
