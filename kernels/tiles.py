@@ -173,7 +173,7 @@ class LinearTiles:
 
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
-        depth = 128 if self.copies_packed else 16
+        depth = 256 if self.copies_packed else 16
         least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": depth, "warps": 1}
         if self.columns in _THREE_HALVES:
             del least["columns"]

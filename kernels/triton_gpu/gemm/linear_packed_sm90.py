@@ -82,7 +82,6 @@ def takes(
     is_whole &= scales.dtype in (torch.bfloat16, torch.int32)
     is_tile = rows <= tiles.rows or FEW.value <= tiles.rows <= MOST_ROWS.value
     is_tile &= width == WIDTH.value and tiles.warps == WARPS.value
-    is_tile &= tiles.depth % FORMATS[format] == 0
     return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
 
 

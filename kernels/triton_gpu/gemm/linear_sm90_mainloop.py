@@ -26,8 +26,8 @@ GROUP = gl.constexpr(128)
 """Inputs of a scale."""
 PAIR = gl.constexpr(64)
 """Inputs of a product: two parts of a block."""
-FORMATS = {"fp8_w8a16": 128, "int4_w4a16": 256}
-"""Formats with a dequantisation below, and their inputs in a block of `WORDS` words."""
+FORMATS = ("fp8_w8a16", "int4_w4a16")
+"""Formats with a dequantisation below."""
 FEW, MOST_ROWS = gl.constexpr(32), gl.constexpr(128)
 """Maximum rows of a small tile, and of a tile."""
 WARPS = gl.constexpr(4)
@@ -273,16 +273,12 @@ def _accumulate(
 
 @gluon.jit
 def _scales_of(scales_at, step, is_output, config: gl.constexpr):
-    """Loads the scales of a step as int32: a scale with a zero point, two scales, or one."""
+    """Loads the scales of a step as int32: a scale with a zero point, or two scales."""
     in_word: gl.constexpr = 1 if config.loads.format.has_scale_words else 2
     count: gl.constexpr = config.depth // GROUP // in_word
     scales_at += step * (config.depth // GROUP)
+    scales_at = scales_at.to(gl.pointer_type(gl.int32), bitcast=True)
     scales = ()
-    if count == 0:
-        scales_at = scales_at.to(gl.pointer_type(gl.int16), bitcast=True)
-        scales += (gl.load(scales_at, mask=is_output, other=0).to(gl.int32),)
-    else:
-        scales_at = scales_at.to(gl.pointer_type(gl.int32), bitcast=True)
     for number in gl.static_range(count):
         scales += (gl.load(scales_at + number, mask=is_output, other=0),)
     return scales
