@@ -44,9 +44,9 @@ inputs, and float32 scales; each takes a further instruction per weight and its 
 measured, so that dense weights have neither."""
 _MANY_OUTPUTS = ("mlp.gate_up", "mamba2.inputs")
 _STEP = 256
-"""Inputs per step of the kernel of few rows. A dense weight whose inputs are no whole steps is
-dequantised when loaded, because the other kernel is slower than one for bfloat16, except for those
-with the most outputs."""
+"""Inputs per step of the kernel of few rows. A dense weight with partial steps is dequantised when
+loaded, because the other kernel is slower than one for bfloat16; those with the most outputs are
+not."""
 _LARGEST_SCALE = 2.0**7
 """From this value on, a scale times `SCALE_FACTOR` would overflow."""
 _PARTS = 4
