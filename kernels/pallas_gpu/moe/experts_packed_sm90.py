@@ -21,17 +21,11 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from kernels.pallas_gpu.gemm.linear_epilogue import (
-    SQUARES_AT_ONCE,
-    WIDE,
-    activated,
-    added_up,
-    scales_of,
-)
+from kernels.pallas_gpu.gemm.linear_epilogue import WIDE, activated, scales_of
 from kernels.pallas_gpu.gemm.linear_sm90 import has_mosaic
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertWeights
-from kernels.pallas_gpu.gemm.ptx import LAYOUT, inverse_root, plus, sum_of, times
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, sum_of
 from kernels.pallas_gpu.moe.experts_packed_sm90_mainloop import (
     GROUP,
     PackedExpertsBuffers,
@@ -61,7 +55,6 @@ class PackedExpertsRefs(NamedTuple):
     ids: Any
     out: Any
     bias: Any = None
-    squares: Any = None
     norms: Any = None
     experts: Any = None
     counts: Any = None
@@ -90,10 +83,11 @@ def takes(
     is_whole = all(depth % block_of(inputs) == 0 for inputs, depth in depths)
     # A rank of several has a share of the outputs of down.
     is_whole &= hidden % WIDE == 0 and down.weights.shape[2] == hidden
+    # A copy of rows has whole lines of the inner columns.
     is_whole &= gate_up.weights.shape[2] % (2 * WIDE) == 0
     is_small = tiles.slots <= 32 if tiles.grouped else len(x) < LINES
-    is_normed = squares is not None and squares.shape[1] >= SQUARES_AT_ONCE
-    return is_whole and is_small and is_normed and activation.is_gated and x.dtype == jnp.bfloat16
+    is_gated = squares is not None and activation.is_gated
+    return is_whole and is_small and is_gated and x.dtype == jnp.bfloat16
 
 
 def outputs_of_slots(
@@ -111,9 +105,9 @@ def outputs_of_slots(
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots hidden"]:
     """Computes the output of its expert for every slot; for the arguments see `experts`."""
-    selected = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer}
-    how = selected | {"squares_order": squares_order, "tiles": tiles}
-    inner = act_and_mul_linear(scaled, squares, gate_up, eps=eps, activation=activation, **how)
+    how = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer, "tiles": tiles}
+    of_rows = {"eps": eps, "activation": activation, "squares_order": squares_order}
+    inner = act_and_mul_linear(scaled, squares, gate_up, **of_rows, **how)
     return linear(inner, down, **how)
 
 
@@ -132,11 +126,8 @@ def act_and_mul_linear(
 ) -> Float[jax.Array, "all_slots inner"]:
     """Same as `experts.act_and_mul_linear`; with expert blocks, the result has their lanes."""
     (R, hidden), slots = scaled.shape, ids.shape[1]
-    if expert_blocks is None:
-        operands = {"x": scaled, "squares": squares}
-    else:
-        count = -(-max(R, tiles.slots) // _SCALE_ROWS) * _SCALE_ROWS
-        operands = {"x": scaled, "norms": scales_of(squares, count, hidden, eps, squares_order)}
+    count = -(-max(R, tiles.slots) // _SCALE_ROWS) * _SCALE_ROWS
+    operands = {"x": scaled, "norms": scales_of(squares, count, hidden, eps, squares_order)}
     has_all = tiles.slots >= R and whole_lines(R) == R
     if expert_blocks is not None and not has_all:
         row = lanes_of(expert_blocks, tiles.slots).reshape(-1) // slots
@@ -150,8 +141,6 @@ def act_and_mul_linear(
         rows_of=slots,
         has_all_rows=has_all,
         activation=activation,
-        eps=eps,
-        order=squares_order,
         tiles=tiles,
     )
 
@@ -163,7 +152,6 @@ def linear(
     expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
-    squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots hidden"]:
     """Computes the down GEMM of every slot, from the result of `act_and_mul_linear`."""
@@ -176,8 +164,6 @@ def linear(
         rows_of=1,
         has_all_rows=False,
         activation=None,
-        eps=0.0,
-        order=squares_order,
         tiles=tiles,
     )
 
@@ -198,10 +184,7 @@ def whole_lines(rows: int) -> int:
 
 
 # Jitted so that a program contains it once for all layers, as `linear_sm90`.
-@functools.partial(
-    jax.jit,
-    static_argnames=("rows_of", "has_all_rows", "activation", "eps", "order", "tiles"),
-)
+@functools.partial(jax.jit, static_argnames=("rows_of", "has_all_rows", "activation", "tiles"))
 def _product(
     operands,
     stored,
@@ -212,8 +195,6 @@ def _product(
     rows_of,
     has_all_rows,
     activation,
-    eps,
-    order,
     tiles,
 ):
     """Multiplies the rows of all tiles with their experts; without an activation for down."""
@@ -244,8 +225,6 @@ def _product(
         depth=tiles.depth if is_gated else tiles.down_depth,
         stages=tiles.stages if is_gated else tiles.down_stages,
         activation=activation,
-        eps=eps,
-        order=order,
         out_type=jnp.bfloat16 if is_gated else jnp.float32,
     )
     lines = R * slots
@@ -330,26 +309,9 @@ def _packed_kernel(*refs, work, **shared):
 
 def _norms(refs, work, tile):
     """Returns the norm scales of the slots, which are columns of the accumulators."""
-    shape, of_outputs = (WIDE, work.lanes), LAYOUT.reduce(1)
-    if work.is_grouped:
-        at = refs.norms.at[pl.ds(work.first_row(tile), work.lanes)]
-        norms = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
-        return lax.broadcast_in_dim(norms, shape, [1])
-    row, chunks = lax.div(tile, work.rows_of), refs.squares.shape[1]
-    parts, count = [], SQUARES_AT_ONCE
-    for first in range(0, chunks, count):
-        # A last part that is not full overlaps the one before.
-        at = refs.squares.at[row, pl.ds(min(first, chunks - count), count)]
-        part = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
-        part = lax.broadcast_in_dim(part, (WIDE, count), [1])
-        if first > chunks - count:
-            number = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=LAYOUT)
-            part = jnp.where(number >= first - (chunks - count), part, 0.0)
-        parts.append(part)
-    mean = added_up(parts, work.order.digits_of_chunks)
-    mean = times(mean, 1.0 / refs.x.shape[1], layout=of_outputs)
-    norm = inverse_root(plus(mean, work.eps, layout=of_outputs), layout=of_outputs)
-    return lax.broadcast_in_dim(norm, shape, [0])
+    at = refs.norms.at[pl.ds(work.first_row(tile), work.lanes)]
+    norms = plgpu.load(at, layout=LAYOUT.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(norms, (WIDE, work.lanes), [1])
 
 
 def _moved_up(values, buffer, count):

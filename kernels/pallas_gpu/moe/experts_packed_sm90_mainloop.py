@@ -25,7 +25,6 @@ from kernels.pallas_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 from kernels.pallas_gpu.gemm.ptx import LAYOUT
 from shared.models.activation import Activation
 from shared.models.formats.four_bit import PARTS, block_of
-from shared.spec.reduction_order import SquaresOrder
 
 GROUP = 32
 """Inputs of a scale, a byte."""
@@ -53,7 +52,7 @@ class PackedExpertsWork:
       rows_of: Consecutive slots that read the same row, without expert blocks.
       has_all_rows: Whether the lanes of all expert blocks are all rows, in their order.
       depth, stages: Inputs per step, in whole packed blocks, and pipeline stages.
-      activation, eps, order: Same as for `experts.act_and_mul_linear`.
+      activation: Same as for `experts.act_and_mul_linear`.
       out_type: Type of the result.
     """
 
@@ -70,8 +69,6 @@ class PackedExpertsWork:
     depth: int
     stages: int
     activation: Activation | None
-    eps: float
-    order: SquaresOrder
     out_type: Any
 
     @property
