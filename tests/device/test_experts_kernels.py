@@ -7,13 +7,18 @@ show on a GPU only.
 
 import math
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.tiles import MEASURED, Tiles
+from kernels.tiles import MEASURED, ExpertsTiles, Tiles
 from shared.models.activation import GELU_TANH, RELU2, SWIGLU_OAI, Activation
+from shared.models.formats.four_bit import PARTS, padded
+from shared.spec.reduction_order import SQUARES
 from tests.support.experts_kernels import (
     HALF,
     Case,
@@ -283,42 +288,53 @@ COPIED = {
     ),
     "MXFP4, blocks of 256": Case(40, 2048, 768, routing(12, 4), quantized="MXFP4"),
     "MXFP4, partial blocks of 256": Case(40, 2880, 1440, routing(12, 4), quantized="MXFP4"),
+    "MXFP4, partial blocks of 256, whole lines": Case(
+        40, 2880, 1472, routing(12, 4), quantized="MXFP4"
+    ),
     "INT4": LARGE["of 768, INT4"],
     "INT4 in groups of 32": LARGE["of 704, INT4"],
 }
 DEEP = {"depth": 512, "down_depth": 512}
 NARROW = {"depth": 512, "down_depth": 256, "stages": 2, "columns": 16, "down_columns": 32}
+CALLS = [
+    (1, 0, {}),
+    (3, 0, DEEP),
+    (3, 0, NARROW),
+    (7, 8, {}),
+    (8, 16, DEEP),
+    (40, 8, DEEP),
+    (40, 16, {}),
+    (40, 16, NARROW),
+]
+"""Rows, slots of a tile of expert blocks or 0 without them, and changed tiles."""
+
+
+def copied(slots: int, changed: dict[str, int]) -> ExpertsTiles:
+    how = {"depth": 256, "down_depth": 256, "stages": 3, "down_stages": 3} | changed
+    how |= {"copies_packed": True, "slots": slots or 16}
+    return tiles(grouped=slots > 0, **how)
+
+
+def is_copied_in_pallas(case: Case) -> bool:
+    return case.quantized == "MXFP4" and case.inner % 64 == 0
 
 
 @on_a_gpu
 @each_language
-@pytest.mark.parametrize(
-    ("rows", "slots", "changed"),
-    [
-        (1, 0, {}),
-        (3, 0, DEEP),
-        (3, 0, NARROW),
-        (7, 8, {}),
-        (8, 16, DEEP),
-        (40, 8, DEEP),
-        (40, 16, {}),
-        (40, 16, NARROW),
-    ],
-)
+@pytest.mark.parametrize(("rows", "slots", "changed"), CALLS)
 @pytest.mark.parametrize("name", COPIED)
 def test_experts_packed_sm90_bitwise_equal(
     name: str, rows: int, slots: int, changed: dict[str, int], language: str
 ) -> None:
     """The results of kernels that copy packed weights by TMA, and of those that do not."""
-    if language == "pallas" and ("INT4" in name or changed == NARROW):
+    case = COPIED[name]
+    if language == "pallas" and (not is_copied_in_pallas(case) or changed == NARROW):
         pytest.skip("unsupported in Pallas")
     module = KERNELS[language]["experts"].experts_packed_sm90
-    cut, case = tiles(grouped=slots > 0), COPIED[name]
-    how = {"depth": 256, "down_depth": 256, "stages": 3, "down_stages": 3} | changed
-    copied = replace(cut, copies_packed=True, slots=slots or cut.slots, **how)
+    cut = tiles(grouped=slots > 0)
     launch = "linear" if language == "pallas" else "launch_down"
     with patch.object(module, launch, wraps=getattr(module, launch)) as ran:
-        got = run(language, case, cut=copied, rows=list(range(rows)))
+        got = run(language, case, cut=copied(slots, changed), rows=list(range(rows)))
     assert ran.called
     check_equal(got, run(language, case, cut=cut, rows=list(range(rows))))
 
@@ -355,3 +371,28 @@ def test_experts_packed_sm90_nan_row_spoils_only_itself(grouped: bool, language:
 def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         routing(**{"experts": 8, "top": 2} | changed)
+
+
+@pytest.mark.parametrize(("rows", "slots", "changed"), CALLS)
+@pytest.mark.parametrize("name", COPIED)
+def test_pallas_experts_packed_sm90_takes_whole_lines(
+    name: str, rows: int, slots: int, changed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, case = KERNELS["pallas"]["experts"].experts_packed_sm90, COPIED[name]
+    monkeypatch.setattr(module, "has_mosaic", lambda: True)
+
+    def stored(outputs: int, inputs: int) -> Any:
+        words = jax.ShapeDtypeStruct((1, 12, outputs, padded(inputs) // PARTS), jnp.int32)
+        return module.ExpertWeights(words, None, None)
+
+    found = module.takes(
+        jax.ShapeDtypeStruct((rows, case.hidden), jnp.bfloat16),
+        stored(2 * case.inner, case.hidden),
+        stored(case.hidden, case.inner),
+        formats=(case.format.name,) * 2,
+        squares=jax.ShapeDtypeStruct((rows, case.hidden // SQUARES.chunk), jnp.float32),
+        activation=case.activation,
+        is_adapted=False,
+        tiles=copied(slots, changed),
+    )
+    assert found == is_copied_in_pallas(case)
