@@ -104,8 +104,8 @@ def test_fetch_returns_published_bytes(sender, client, backend, used):
         record.release()
     assert receiver.num_bytes == 0
     assert wait_until(lambda: sender.store.num_bytes == 0)
-    counted = sender.counters.snapshot()
-    assert counted[f'kv_transfer_bytes_total{{direction="sent",backend="{used}"}}'] == 3 * COUNT
+    sent = f'kv_transfer_bytes_total{{direction="sent",backend="{used}"}}'
+    assert wait_until(lambda: sender.counters.snapshot()[sent] == 3 * COUNT)  # after the last byte
 
 
 def test_auto_selects_tcp_between_hosts(sender, client):
