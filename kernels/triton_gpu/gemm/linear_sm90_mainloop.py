@@ -301,23 +301,31 @@ def _scale_at(stored, group: gl.constexpr, format: gl.constexpr):
 def _dequantised(words, scale, call: gl.constexpr, format: gl.constexpr):
     """Dequantises two neighbouring parts of a block."""
     if format.name == "int4_w4a16":
-        one, two = _int4_pair(words, scale, call, format.has_scale_words)
+        scales = int4_scales(scale) if format.has_scale_words else scale
+        one, two = int4_pair(words, scales, scales, call, format.has_scale_words)
     else:
         one, two = _fp8_pair(words, scale, call)
     return one, two
 
 
 @gluon.jit
-def _int4_pair(words, stored, byte: gl.constexpr, has_words: gl.constexpr):
+def int4_scales(word):
+    """Returns both summands of scales with a zero point, and the shifts; see `int4_w4a16`."""
+    upper = (word & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
+    rest = ((word & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
+    shift = (-128 - (word & 15).to(gl.float32)).to(gl.bfloat16)
+    return upper, rest, shift
+
+
+@gluon.jit
+def int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr):
+    """Same as `int4_w4a16.int4_pair`; scales with a zero point are as by `int4_scales`."""
     text: gl.constexpr = int4_assembly(byte, has_words)
     if has_words:
-        upper = (stored & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        rest = ((stored & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        shift = (-128 - (stored & 15).to(gl.float32)).to(gl.bfloat16)
         one, two = gl.inline_asm_elementwise(
             text,
             "=r,=r,r,r,r,r,r,r,r,r",
-            [words, upper, rest, shift, upper, rest, shift],
+            [words, first[0], first[1], first[2], second[0], second[1], second[2]],
             dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
             pack=2,
@@ -326,7 +334,7 @@ def _int4_pair(words, stored, byte: gl.constexpr, has_words: gl.constexpr):
         one, two = gl.inline_asm_elementwise(
             text,
             "=r,=r,r,r,r,r",
-            [words, stored, stored],
+            [words, first, second],
             dtype=(gl.bfloat16, gl.bfloat16),
             is_pure=True,
             pack=2,

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
+from kernels.triton_gpu.gemm.linear_sm90_mainloop import int4_pair, int4_scales
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
 from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 
@@ -243,7 +243,7 @@ def _add_pair(
     if format.name == "mxfp4_w4a16":
         one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
     else:
-        one, two = _int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
+        one, two = int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
     acc = _add(acc, one, x, first + at, config)
     return _add(acc, two, x, first + at + part, config)
 
@@ -299,40 +299,13 @@ def _mxfp4_pair(words, first, second, byte: gl.constexpr):
 
 
 @gluon.jit
-def _int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr):
-    text: gl.constexpr = int4_assembly(byte, has_words)
-    if has_words:
-        one, two = gl.inline_asm_elementwise(
-            text,
-            "=r,=r,r,r,r,r,r,r,r,r",
-            [words, first[0], first[1], first[2], second[0], second[1], second[2]],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        one, two = gl.inline_asm_elementwise(
-            text,
-            "=r,=r,r,r,r,r",
-            [words, first, second],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    return one, two
-
-
-@gluon.jit
 def _scale_of(stored, group: gl.constexpr, format: gl.constexpr):
     """Returns the scales of a group of a line as columns: bfloat16, or three with a zero point."""
     if format.name == "mxfp4_w4a16":
         exponent = (stored[group // 4] >> 8 * (group % 4)) & 0xFF
         scale = (exponent.to(gl.int16) << 7).to(gl.bfloat16, bitcast=True)[:, None]
-    elif format.has_scale_words:  # as by `int4_w4a16.int4_scales`
-        word = stored[group]
-        upper = (word & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        rest = ((word & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
-        shift = (-128 - (word & 15).to(gl.float32)).to(gl.bfloat16)
+    elif format.has_scale_words:
+        upper, rest, shift = int4_scales(stored[group])
         scale = upper[:, None], rest[:, None], shift[:, None]
     else:
         word = stored[group // 2] >> 16 * (group % 2)
