@@ -17,13 +17,13 @@ from shared.boundary.backend import BackendSpec
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.dflash2 import SELECTOR
 from shared.drafts.dspark_config import MARKOV
-from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
+from shared.models.active_parameters import EMBEDDING, active_numbers
 from shared.models.cache_spec import CacheUnit, cache_bytes
 from shared.models.config import ModelConfig
 from shared.models.formats.weight_format import QuantizedFormat, plane_bytes
 from shared.models.groups import pool_bytes
 from shared.models.mixers import RecurrentConfig
-from shared.models.parameter import Parameter
+from shared.models.parameter import EXPERTS, Parameter
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 

@@ -26,9 +26,9 @@ from bench.common.session import Load, reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
 from shared.boundary.program import LaunchMode, StepKind
-from shared.models.active_parameters import EXPERTS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.parameter import EXPERTS
 from shared.models.parameters import parameters
 from tests.support.gpu_activity import traced
 from tests.support.in_process_engine import Answer, Served, ask, start

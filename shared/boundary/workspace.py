@@ -18,6 +18,7 @@ from shared.models.config import ModelConfig
 from shared.models.groups import pool_bytes
 from shared.models.mixers import LatentAttentionConfig, RecurrentConfig, SelfAttentionConfig
 from shared.models.mlp import FeedForwardConfig, MLPConfig, NoMLP
+from shared.models.parameter import EXPERTS
 from shared.models.parameters import parameters
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -37,9 +38,6 @@ MASK_BYTES = 3
 MOST_PARTS = 64
 """Maximum partial results that a split-KV kernel stores per row and split; for longer rows it
 stores them per span."""
-
-EXPERTS = ("experts.gate_up", "experts.down")
-"""Suffixes of the names of weights that kernels never dequantise in memory."""
 
 PAIRS = 64
 """(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
@@ -269,6 +267,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 def _widened_bytes(blueprint: BackendSpec) -> int:
     """Returns the bytes of one dense weight that kernels dequantise in memory for many rows."""
     expanded = (name for name, format in blueprint.formats.items() if format.expands_dense)
+    # Kernels never dequantise experts in memory.
     dense = frozenset(name for name in expanded if not name.endswith(EXPERTS))
     return _largest(blueprint.config, dense) * blueprint.item_bytes if dense else 0
 

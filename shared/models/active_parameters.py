@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from math import prod
 
 from shared.models.config import ModelConfig
-from shared.models.parameter import Parameter
+from shared.models.parameter import EXPERTS, Parameter
 
 EMBEDDING = "embed"
-EXPERTS = ("experts.gate_up", "experts.down")
 
 
 def active_numbers(wanted: Sequence[Parameter], config: ModelConfig, is_tied: bool) -> int:

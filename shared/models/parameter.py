@@ -14,6 +14,9 @@ from itertools import pairwise
 
 from shared.models.sharded_range import ShardedRange, vocab_section
 
+EXPERTS = ("experts.gate_up", "experts.down")
+"""Suffixes of the names of the parameters of selected experts."""
+
 
 @dataclass(frozen=True)
 class CheckpointTensor:

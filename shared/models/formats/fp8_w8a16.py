@@ -30,7 +30,7 @@ from shared.models.formats.weight_format import (
     StoredTensor,
     StoredTensors,
 )
-from shared.models.parameter import Parameter
+from shared.models.parameter import EXPERTS, Parameter
 
 FP8_BLOCK = fp8.BLOCK
 """Inputs whose values are packed together; outputs and inputs that share a block scale."""
@@ -38,10 +38,6 @@ SCALE_FACTOR = 2.0**120
 """Factor of stored scales. A kernel moves the bits of an FP8 value into a bfloat16, which makes the
 value 2^-120 of what it is; the larger scales compensate. The product is rounded as if both had
 their true size."""
-EXPERTS = ("experts.gate_up", "experts.down")
-"""Suffixes of the names of the parameters of experts. Their kernels read weights with any number of
-inputs, and float32 scales; each takes a further instruction per weight and its speed has not been
-measured, so that dense weights have neither."""
 _MANY_OUTPUTS = ("mlp.gate_up", "mamba2.inputs")
 _STEP = 256
 """Inputs per step of the kernel of few rows. A dense weight with partial steps is dequantised when
@@ -92,6 +88,8 @@ class FP8W8A16:
         dtype, padding = _scale_dtype(tensors), -parameter.shape[-1] % FP8_BLOCK
         if granularity is None or dtype is None:
             return None
+        # Kernels of experts also read partial blocks and float32 scales. Either takes a further
+        # instruction per weight with a speed that was not measured, so dense weights have neither.
         is_plain = dtype == "bfloat16" and not padding
         is_fast = parameter.shape[-1] % _STEP == 0 or parameter.name.endswith(_MANY_OUTPUTS)
         if not (is_plain and is_fast or parameter.name.endswith(EXPERTS)):

@@ -25,13 +25,10 @@ from shared.models.formats.weight_format import (
     StoredTensors,
     UnsupportedFormatError,
 )
-from shared.models.parameter import Parameter
+from shared.models.parameter import EXPERTS, Parameter
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs with tensor cores for the FP8 x FP8 products of the kernels."""
-
-EXPERTS = ("experts.gate_up", "experts.down")
-"""Suffixes of the names of parameters that no GPU kernel reads as W8A8."""
 
 
 @dataclass(frozen=True)

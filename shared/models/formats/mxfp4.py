@@ -39,7 +39,7 @@ from shared.models.formats.weight_format import (
     StoredTensors,
     TensorFiles,
 )
-from shared.models.parameter import CheckpointTensor, Parameter
+from shared.models.parameter import EXPERTS, CheckpointTensor, Parameter
 from shared.models.parameter_arrays import in_halves, shard_array, slice_tensor
 from shared.models.stored_tensor import check_stored
 from shared.models.weight_files import CheckpointError
@@ -53,8 +53,6 @@ EXPONENT_SHIFT = 126
 """Added to stored exponents in memory."""
 LARGEST_EXPONENT = 254 - EXPONENT_SHIFT
 """Largest exponent of packed weights; a larger one has no bfloat16 that compensates."""
-KEPT = ("experts.gate_up", "experts.down")
-"""Suffixes of the names of parameters that are stored as packed MXFP4 on a GPU."""
 MXFP4_INIT = InitSpec(4, 0.5, 7.5)
 """Distribution of the codes of dummy weights."""
 _BIAS, _NAN = 127, 255
@@ -115,7 +113,7 @@ class MXFP4W4A16:
 
         Reads the scales: an exponent above `LARGEST_EXPONENT` is dequantised when loaded.
         """
-        if not context.reads_packed or not parameter.name.endswith(KEPT):
+        if not context.reads_packed or not parameter.name.endswith(EXPERTS):
             return None
         tensors = stored(parameter)
         if not all(x is not None and isinstance(x.encoding, MXFP4Encoding) for x in tensors):
