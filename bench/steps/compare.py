@@ -43,7 +43,7 @@ def sides_of(given: argparse.Namespace) -> list[argparse.Namespace]:
             )
         draft = with_lot(Draft.parse(rest[0]), given.accept_length)
         own = {"name": name, "backend": backend, "draft": draft}
-        own["flag_protocol"] = shlex.join([*shlex.split(given.flags), *rest[1:]])
+        own["flags"] = shlex.join([*shlex.split(given.flags), *rest[1:]])
         found.append(argparse.Namespace(**(vars(given) | own)))
     return found
 
