@@ -14,7 +14,8 @@ random weights, and shows how much longer their steps take; a start has one rank
 also serves with two ranks and compares outputs; its limits are those of a rank. `--at-once 6`
 prepares six lines side by side, which must fit into GPU memory together, and times them one by one.
 `--temperature 0 0.8 --top-p 0.95` also times sampled steps and shows how much longer they take than
-greedy ones.
+greedy ones. `--model` takes several folders, each with a file of its own: `--out` contains
+`{model}`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -165,13 +166,17 @@ def with_lot(draft: Draft, length: str | None) -> Draft:
     return replace(draft, settings=(*draft.settings, (LOT, length)))
 
 
-def run(options: argparse.Namespace, command: str) -> Report:
-    """Serves everything that the options name.
+def run(options: argparse.Namespace, command: Sequence[str]) -> list[Report]:
+    """Serves everything that the options name, and returns a report for each model.
+
+    Args:
+      command: Words that were called; the report of a model names no other.
 
     Raises:
       ValueError: An option is wrong; one sentence.
     """
-    report = Report(command, options.out, options.kernels)
+    models: list[Path] = options.model
+    reports = {model: _report_of(model, options, command) for model in models}
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     if options.at_once > 1:  # JAX would take most of a GPU's memory when it starts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -179,20 +184,37 @@ def run(options: argparse.Namespace, command: str) -> Report:
     backends = sorted(options.backend, key=list(SIDES).index)
     sizes = [*product(options.batch, options.overlap_depth, options.tp_size)]
     starts = [
-        Start(backend, draft, rank, batch, overlap, ranks)
+        Start(model, backend, draft, rank, batch, overlap, ranks)
+        for model in models
         for rank, backend, draft in product(options.lora_rank, backends, drafts)
         for batch, overlap, ranks in sizes
     ]
     if options.at_once > 1:
-        _side_by_side(report, backends, starts, options)
+        _side_by_side(reports, backends, starts, options)
     else:
-        _one_by_one(report, backends, starts, options)
-    return report
+        _one_by_one(reports, backends, starts, options)
+    return [*reports.values()]
+
+
+def _report_of(model: Path, options: argparse.Namespace, command: Sequence[str]) -> Report:
+    others = {str(each) for each in options.model} - {str(model)}
+    if not others:
+        return Report(shlex.join(command), options.out, options.kernels)
+    own = [word for word in command if word not in others]
+    if options.out is None:
+        return Report(shlex.join(own), None, options.kernels, model.name)
+    name = model.name.replace("-", "_").replace(".", "_")
+    out = Path(str(options.out).replace("{model}", name))
+    if out == options.out:
+        raise ValueError("--out contains {model} if there are several models")
+    own[own.index(str(options.out))] = str(out)
+    return Report(shlex.join(own), out, options.kernels, model.name)
 
 
 class Start(NamedTuple):
     """An engine that is to be started, once for all temperatures and numbers of adapters."""
 
+    model: Path
     backend: str
     draft: Draft
     lora_rank: int
@@ -201,15 +223,20 @@ class Start(NamedTuple):
     ranks: int
 
 
+Reports = Mapping[Path, Report]
+"""The report of each model."""
+
+
 def _one_by_one(
-    report: Report, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
+    reports: Reports, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
     """Serves each in this process, backend by backend."""
     for backend in backends:
         with operations(options.ops, backend):
-            rates = report.add_side(backend)
+            rates = _add_side(reports, backend, side_facts(backend))
         print(HEADER, flush=True)
         for start in (each for each in starts if each.backend == backend):
+            report = reports[start.model]
             try:
                 for found in _served(lambda: None, start, rates, options):
                     report.add(*found)
@@ -218,7 +245,7 @@ def _one_by_one(
 
 
 def _side_by_side(
-    report: Report, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
+    reports: Reports, backends: Sequence[str], starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
     """Serves each in a process of its own; whatever fails, the others are served."""
     rates = dict[str, Rates]()
@@ -226,14 +253,21 @@ def _side_by_side(
     for number, facts in in_turns(_facts, asked, len(asked)):
         if isinstance(facts, Exception):
             raise facts
-        rates[backends[number]] = report.add_side(backends[number], facts)
+        rates[backends[number]] = _add_side(reports, backends[number], facts)
     print(HEADER, flush=True)
     works = [(start, rates[start.backend], options) for start in starts]
     for number, found in in_turns(_served, works, options.at_once):
+        report = reports[starts[number].model]
         if isinstance(found, Exception):
             report.refuse(starts[number].backend, starts[number].draft, found)
         else:
             report.add(*found)
+
+
+def _add_side(reports: Reports, backend: str, facts: SideFacts) -> Rates:
+    for report in reports.values():
+        report.add_side(backend, facts)
+    return facts.rates
 
 
 def _facts(wait: Wait, backend: str, ops: str) -> Iterator[SideFacts]:
@@ -246,7 +280,8 @@ def _served(
     wait: Wait, start: Start, rates: Rates, options: argparse.Namespace
 ) -> Iterator[tuple[Line, Texts, bool]]:
     """A line for each temperature with its texts, and whether they are plain decoding's."""
-    backend, draft, lora_rank, batch, overlap, ranks = start
+    model, backend, draft, lora_rank, batch, overlap, ranks = start
+    options = argparse.Namespace(**(vars(options) | {"model": model}))
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
     counts = [*dict.fromkeys(min(adapters, batch) for adapters in options.adapters)]
     more = adapter_flags(max(counts), lora_rank)
@@ -274,15 +309,19 @@ def _top_ps(options: argparse.Namespace) -> list[float]:
     return [options.top_p if temperature else 1.0 for temperature in options.temperature]
 
 
-def model_options(description: str | None, output: int) -> argparse.ArgumentParser:
+def model_options(
+    description: str | None, output: int, models: str | None = None
+) -> argparse.ArgumentParser:
     """Returns a parser with the options of all step benches: model, startup and output file.
 
     Args:
       description: Docstring; its first line is printed.
       output: Default of the tokens of an answer.
+      models: How many there may be, as argparse's `nargs`; None: one.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    text = "folder with a config.json"
+    parser.add_argument("--model", type=Path, nargs=models, required=True, help=text)
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     parser.add_argument("--output", type=int, default=output, help="tokens of an output")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -293,9 +332,9 @@ def model_options(description: str | None, output: int) -> argparse.ArgumentPars
     return parser
 
 
-def decode_options(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options shared with `bench.steps.compare`."""
-    parser = model_options(description, output=128)
+def decode_options(description: str | None, models: str | None = None) -> argparse.ArgumentParser:
+    """Returns a parser with the options shared with `bench.steps.compare`; see `model_options`."""
+    parser = model_options(description, output=128, models=models)
     parser.add_argument("--input", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=16, help="steps of a timed block")
     return parser
@@ -309,7 +348,7 @@ def side_options(parser: argparse.ArgumentParser) -> None:
 
 def options() -> argparse.ArgumentParser:
     """Returns the parser of the command."""
-    parser = decode_options(__doc__)
+    parser = decode_options(__doc__, models="+")
     side_options(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--overlap-depth", nargs="+", type=int, choices=(0, 1, 2), default=[1])
@@ -341,10 +380,11 @@ def operations(ops: str, backend: str) -> Iterator[None]:
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where texts differ or nothing was served."""
     given = options().parse_args()
-    report = run(given, shlex.join(["python", "-m", "bench.steps.decode_steps", *sys.argv[1:]]))
-    if report.has_other_texts:
+    reports = run(given, ["python", "-m", "bench.steps.decode_steps", *sys.argv[1:]])
+    has_other_texts = any(report.has_other_texts for report in reports)
+    if has_other_texts:
         print("THE TEXTS ARE NOT EQUAL", file=sys.stderr)
-    return 1 if report.has_other_texts or not report.found["lines"] else 0
+    return 1 if has_other_texts or not all(report.found["lines"] for report in reports) else 0
 
 
 if __name__ == "__main__":

@@ -51,18 +51,20 @@ def side_facts(backend: str) -> SideFacts:
 
 
 class Report:
-    """Results, printed and written as they come.
+    """Results, printed and written as they come, after the name of the model if there are several.
 
     Attributes:
       found: All of it, as the file has it.
     """
 
-    def __init__(self, command: str, out: Path | None, tells_kernels: bool = False) -> None:
+    def __init__(
+        self, command: str, out: Path | None, tells_kernels: bool = False, name: str = ""
+    ) -> None:
         versions = {"python": platform.python_version(), "numpy": version("numpy")}
         self.found: dict[str, Any] = {"command": command, "versions": versions, "sides": {}}
         self.found |= {"lines": [], "refused": []}
         self._out, self._texts = out, dict[tuple, Texts]()
-        self._tells_kernels = tells_kernels
+        self._tells_kernels, self._prefix = tells_kernels, f"{name}: " if name else ""
 
     def add_side(self, backend: str, facts: SideFacts | None = None) -> Rates:
         """Prints the device of a backend and its measured rates.
@@ -111,7 +113,7 @@ class Report:
         return any(not line["texts"]["equal"] for line in self.found["lines"] if line["texts"])
 
     def _say(self, text: str) -> None:
-        print(text, flush=True)
+        print(f"{self._prefix}{text}", flush=True)
         if self._out:
             write_results(self._out, self.found)
 

@@ -1,6 +1,7 @@
 """Offline benchmark: timing, counts, and comparison of outputs."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,7 +56,8 @@ def short() -> Iterator[None]:
 
 def run(model: Path, *more: str) -> Report:
     line = ["--model", str(model), *SHORT, "--rounds", "2", *more]
-    return decode_steps.run(decode_steps.options().parse_args(line), "the command")
+    [report] = decode_steps.run(decode_steps.options().parse_args(line), ["python", *line])
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +166,36 @@ def test_parallel_starts_equal_sequential_starts(model, capsys):
     assert report.found["refused"] == alone.found["refused"]
     assert len(report.found["refused"]) == 1
     assert report.found["sides"]["torch"]["kernels"] == alone.found["sides"]["torch"]["kernels"]
+
+
+def test_several_models_write_own_files(model, tmp_path, capsys):
+    other = tmp_path / "other-0.1"
+    shutil.copytree(model, other)
+    line = ["--model", str(model), str(other), *SHORT, "--rounds", "1", "--backend", "torch"]
+    line += ["--batch", "1", "--drafts", "none", "--at-once", "2", "--out"]
+
+    def served(out: Path) -> list[Report]:
+        words = [*line, str(out)]
+        return decode_steps.run(decode_steps.options().parse_args(words), ["python", *words])
+
+    with pytest.raises(ValueError, match=r"--out contains \{model\}"):
+        served(tmp_path / "both.json")
+    reports = served(tmp_path / "of_{model}.json")
+    for name, own, foreign, report in zip(
+        ("tiny", "other_0_1"), (model, other), (other, model), reports, strict=True
+    ):
+        out = tmp_path / f"of_{name}.json"
+        found = json.loads(out.read_text())
+        assert found["lines"] == report.found["lines"]
+        assert len(found["lines"]) == 1
+        assert not found["refused"]
+        words = found["command"].split()
+        assert words[words.index("--model") + 1 :][:2] == [str(own), SHORT[0]]
+        assert words[-1] == str(out)
+        assert str(foreign) not in words
+    printed = capsys.readouterr().out
+    assert "tiny: torch none" in printed
+    assert "other-0.1: torch none" in printed
 
 
 def test_report_detects_unequal_outputs(both):
