@@ -150,7 +150,8 @@ class LinearTiles:
       persistent: Whether a multiprocessor has one program, which processes blocks in turn.
       widens: Whether a separate kernel dequantises a packed weight in memory first. Otherwise it is
         dequantised in registers, which requires tiles that are not persistent. Described ones are
-        for swap-AB by `linear_packed_sm90`, if it supports the call.
+        for swap-AB by `linear_swap_ab` in Triton, also of bfloat16, and by `linear_packed_sm90` in
+        Pallas, if they support the call.
       warps, stages: Warps and pipeline stages of the kernel.
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
         which one adds the segments. Otherwise one program computes all segments of a tile.
@@ -173,7 +174,7 @@ class LinearTiles:
 
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
-        depth = 256 if self.copies_packed else 16
+        depth = 128 if self.copies_swapped else 16
         least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": depth, "warps": 1}
         if self.columns in _THREE_HALVES:
             del least["columns"]
@@ -188,21 +189,23 @@ class LinearTiles:
             raise ValueError("tiles without widens must be swapped if described, never persistent")
         if self.separate and (self.persistent or self.described and self.widens):
             raise ValueError("separate tiles must be without widens if described, never persistent")
-        check_at_least(self, stages=2 if self.copies_packed else 1)
+        check_at_least(self, stages=2 if self.copies_swapped else 1)
 
     @property
-    def copies_packed(self) -> bool:
-        """Returns whether blocks of a packed weight are copied by TMA."""
+    def copies_swapped(self) -> bool:
+        """Returns whether TMA copies blocks of the weight for swap-AB."""
         return self.described and not self.widens
 
-    def loaded(self, *, swapped: bool) -> "LinearTiles":
-        """Returns the tiles of a kernel that loads blocks of a packed weight without TMA.
+    def loaded(self, *, swapped: bool, most_stages: int = 4) -> "LinearTiles":
+        """Returns the tiles of a kernel that loads blocks of a weight without TMA.
 
-        Tiles that TMA copies are all swapped; `swapped` states whether these are, too.
+        Args:
+          swapped: Whether these are, too, as all tiles that TMA copies.
+          most_stages: Maximum stages; dequantised parts take registers.
         """
-        if not self.copies_packed:
+        if not self.copies_swapped:
             return self
-        rows, stages = max(self.rows, 16), min(self.stages, 4)
+        rows, stages = max(self.rows, 16), min(self.stages, most_stages)
         return replace(self, described=False, swapped=swapped, rows=rows, depth=128, stages=stages)
 
     @property

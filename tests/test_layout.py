@@ -33,7 +33,7 @@ _PARTS = """
     flag_protocol flatten_tree fp8_activations fp8_w8a16 fp8_w8a8 gdn_chunk gdn_commit gdn_layer
     gdn_prefill gdn_rows gdn_tree gumbel_noise head_dim_padding head_product int4_w4a16
     kv_compaction latent_attention_mainloop latent_attention_sm90 latent_attention_sm90_mainloop
-    latent_combine latent_rows linear_epilogue linear_launch linear_mainloop linear_packed_sm90
+    latent_combine latent_rows linear_epilogue linear_launch linear_mainloop linear_swap_ab
     linear_sm90 linear_sm90_mainloop lora_shrink lm_head_epilogue logits_processing mamba2_output
     mamba2_prefill moe_align moe_gemm_tiles mxfp4_w4a16 prefill_requests qk_norm_rope_kv_write
     rejection rope router row_bounds sampling_kernels split_kv sum_of_squares symmetric_memory
@@ -44,8 +44,8 @@ PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {
     "ptx",
+    "linear_packed_sm90",
     "linear_packed_sm90_mainloop",
-    "linear_swap_ab",
     "linear_tile",
 }
 TEST_OF_SPEC = {

@@ -37,8 +37,8 @@ def cuts(format: str, kind: str) -> list[LinearTiles]:
 
 @pytest.fixture
 def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the rows of the tiles of each launch of `linear_packed_sm90`."""
-    module, calls = KERNELS["triton"]["linear"].linear_packed_sm90, list[int]()
+    """Returns the rows of the tiles of each launch of `linear_swap_ab`."""
+    module, calls = KERNELS["triton"]["linear"].linear_swap_ab, list[int]()
     healthy = module.launch
 
     def launch(*args: Any, config: Any, **how: Any) -> None:
@@ -100,16 +100,18 @@ def test_triton_packed_many_rows_match_spec(
         ("fp8_w8a16", 300, {"rows": 32}, True),
         ("fp8_w8a16", 300, {"rows": 128}, True),
         ("fp8_w8a16", 300, {"rows": 256}, False),
+        ("fp8_w8a16", 16, {"depth": 128}, False),
     ],
     ids=str,
 )
 def test_triton_packed_takes_tiles_of_many_rows(
     format: str, rows: int, change: dict[str, int], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = KERNELS["triton"]["linear"].linear_packed_sm90
+    module = KERNELS["triton"]["linear"].linear_swap_ab
     monkeypatch.setattr(module, "is_on_hopper", lambda: True)
     found = module.takes(
         torch.empty((rows, 3072), dtype=torch.bfloat16),
+        torch.empty((896, 768), dtype=torch.int32),
         torch.empty((7, 24), dtype=torch.bfloat16),
         format=format,
         is_gated=False,

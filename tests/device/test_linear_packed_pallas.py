@@ -42,7 +42,7 @@ def test_pallas_packed_calls_without_tma_have_fast_tiles(
     tiles = table.of(item_bytes=BYTES[format], **sizes)
     how = {"is_gated": is_gated, "is_adapted": is_adapted, "segments": 1, "counters": 0}
     found = GemmTiling.of(rows, 6144, 4096, tiles, format, **how).tiles
-    assert tiles.copies_packed
+    assert tiles.copies_swapped
     assert not found.described
     assert found.swapped == (format == "fp8_w8a16" or rows > 16)
     columns = 32 if is_gated else 64

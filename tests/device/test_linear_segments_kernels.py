@@ -91,7 +91,7 @@ def test_linear_segments_bits_independent_of_programs(
 
 
 COPIED = ("FP8", "INT4", "AWQ")
-"""Formats of `linear_packed_sm90`."""
+"""Formats of `linear_swap_ab`."""
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[tuple[int, bool]]:
@@ -109,8 +109,8 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[tuple[int, bo
 
 @pytest.fixture
 def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Returns the launches of `linear_packed_sm90`, see `calls_of`."""
-    return calls_of(monkeypatch, "linear_packed_sm90")
+    """Returns the launches of `linear_swap_ab`, see `calls_of`."""
+    return calls_of(monkeypatch, "linear_swap_ab")
 
 
 def copied(format: str, *, separate: bool) -> LinearTiles:
@@ -204,10 +204,11 @@ def test_triton_packed_segments_detect_planted_arrival(
 def test_triton_packed_takes_whole_steps_of_segments(
     change: dict[str, int], segments: int, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = KERNELS["triton"]["linear"].linear_packed_sm90
+    module = KERNELS["triton"]["linear"].linear_swap_ab
     monkeypatch.setattr(module, "is_on_hopper", lambda: True)
     found = module.takes(
         torch.empty((16, 3072), dtype=torch.bfloat16),
+        torch.empty((OUTPUTS, 384), dtype=torch.int32),
         torch.empty((OUTPUTS, 24), dtype=torch.bfloat16),
         format="int4_w4a16",
         is_gated=False,

@@ -48,7 +48,7 @@ def tiles(**changed: int | bool) -> LinearTiles:
 
 
 def copied(language: str, kind: str, **changed: int) -> LinearTiles:
-    """Returns tiles of `linear_packed_sm90`; in Triton a gate halves the columns."""
+    """Returns tiles that TMA copies for swap-AB; in Triton a gate halves the columns."""
     columns = 32 if "gated" in kind and language == "triton" else 64
     how = {"rows": 64, "depth": 256, "stages": 3, "described": True, "widens": False}
     return tiles(columns=columns, **(how | changed))

@@ -75,7 +75,7 @@ class GemmTiling:
         """
         # Of few rows the tiles without swap-AB are faster for four bits alone.
         is_swapped = format == "fp8_w8a16" or tiles.rows > 16
-        if is_gated and tiles.copies_packed:
+        if is_gated and tiles.copies_swapped:
             tiles = replace(tiles, columns=tiles.columns // 2, stages=4)
         tiles = tiles.narrowed.loaded(swapped=is_swapped)
         rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))

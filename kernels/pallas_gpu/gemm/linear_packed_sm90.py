@@ -101,13 +101,14 @@ def takes(
     a group of lines, or whole groups; several tiles have `WIDE` rows or more. Segments must be
     whole steps, without a norm before.
     """
-    if scales is None or not tiles.copies_packed or format not in FORMATS or not has_mosaic():
+    if scales is None or not tiles.copies_swapped or format not in FORMATS or not has_mosaic():
         return False
     rows, inputs = x.shape
     is_tile = tiles.columns == WIDE and tiles.warps == WARPS
     is_tile &= rows < LINES or rows % LINES == 0
     is_tile &= rows <= tiles.rows or tiles.rows >= WIDE
     is_whole = inputs % tiles.depth == 0 and inputs == GROUP * scales.shape[2]
+    is_whole &= tiles.depth % (2 * GROUP) == 0
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE
     is_whole &= squares is None or squares.shape[1] % SQUARES_AT_ONCE == 0

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.collectives.all_gather import AllGatherArgs, number_of, rank_of
-from kernels.triton_gpu.gemm import linear_packed_sm90, linear_sm90
+from kernels.triton_gpu.gemm import linear_sm90, linear_swap_ab
 from kernels.triton_gpu.gemm.block_loaders import is_packed, tile_outputs, tile_rows
 from kernels.triton_gpu.gemm.dequantize import dequantize
 from kernels.triton_gpu.gemm.linear_epilogue import (
@@ -118,8 +118,10 @@ def product(
     is_wide = is_alone and linear_sm90.takes(
         x, weight, is_gated=is_gated, is_added=added is not None, segments=segments, tiles=tiles
     )
-    is_copied = is_alone and linear_packed_sm90.takes(
-        x, scales, format=format, is_gated=is_gated, segments=segments, tiles=tiles
+    # A GEMM in bfloat16 can have a fused all-gather instead.
+    may_copy = is_alone and (gather is None or scales is not None)
+    is_copied = may_copy and linear_swap_ab.takes(
+        x, weight, scales, format=format, is_gated=is_gated, segments=segments, tiles=tiles
     )
     how = {"is_gated": is_gated, "is_wide": is_wide, "is_copied": is_copied}
     how |= {"is_adapted": lora is not None}
@@ -177,7 +179,7 @@ def _launch(
         linear_sm90.launch(x_at, weight_at, args, row_blocks, blocks, **how)
         return
     if is_copied:
-        linear_packed_sm90.launch(x_at, weight_at, scales, args, blocks, **how)
+        linear_swap_ab.launch(x_at, weight_at, scales, args, blocks, **how)
         return
     _product_kernel[(programs,)](
         x_at,

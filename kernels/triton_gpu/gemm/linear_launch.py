@@ -37,6 +37,10 @@ _DESCRIBED_BYTES = 16
 """Alignment in bytes that TMA descriptors require of row strides."""
 
 
+_LINE_BYTES = 128
+"""Bytes of an output in a block of `linear_swap_ab`."""
+
+
 class FusedInputs(NamedTuple):
     """Inputs of the prologue and the epilogue, and adapters; see `linear.product`."""
 
@@ -92,18 +96,22 @@ class GemmTiling:
 
         Args:
           x, weight, scales, tiles, format, is_gated, segments: See `linear.product`.
-          is_wide, is_copied: Whether `linear_sm90` or `linear_packed_sm90` runs the call.
+          is_wide, is_copied: Whether `linear_sm90` or `linear_swap_ab` runs the call.
           is_adapted: Whether rows have adapters.
         """
         (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
         tiles = tiles if is_wide else tiles.narrowed
-        tiles = tiles if is_wide or is_copied else tiles.loaded(swapped=False)
+        if not (is_wide or is_copied):
+            is_plain = format == PLAIN
+            tiles = tiles.loaded(swapped=is_plain, most_stages=8 if is_plain else 4)
         least = 8 if is_copied else 16
         rows = tiles.rows if is_wide else min(tiles.rows, max(least, triton.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
         stored = format_of(format, 0, weight, scales)
         found, rows, depth = sized(stored, tiles, rows, K, segments)
-        depth = tiles.depth if is_copied else depth
+        if is_copied:
+            depth = tiles.depth
+            found = found._replace(inputs=_LINE_BYTES // weight.element_size() * found.packed)
         return cls(
             R=R,
             N=N,

@@ -1,7 +1,8 @@
-"""WGMMA main loops of `linear_sm90`, and of `linear_packed_sm90` with a weight dequantised in
-registers (Gluon).
+"""WGMMA main loops of `linear_sm90`, and of `linear_swap_ab` with the weight on the wide side
+(Gluon).
 
-They add the inputs as `linear_mainloop`, and a weight is dequantised as by `block_loaders`.
+They add the inputs as `linear_mainloop`. A packed weight is dequantised in registers as by
+`block_loaders`.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
+from shared.models.formats.weight_format import PLAIN
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
 """Weight columns of the two products of a tile of `linear_sm90`."""
@@ -25,9 +27,9 @@ WORDS = gl.constexpr(32)
 GROUP = gl.constexpr(128)
 """Inputs of a scale."""
 PAIR = gl.constexpr(64)
-"""Inputs of a product: two parts of a block."""
-FORMATS = ("fp8_w8a16", "int4_w4a16")
-"""Formats with a dequantisation below."""
+"""Inputs of a product: two parts of a packed block, or a block of bfloat16."""
+FORMATS = (PLAIN, "fp8_w8a16", "int4_w4a16")
+"""Formats of bfloat16, and with a dequantisation below."""
 FEW, MOST_ROWS = gl.constexpr(32), gl.constexpr(128)
 """Maximum rows of a small tile, and of a tile."""
 WARPS = gl.constexpr(4)
@@ -38,15 +40,15 @@ _IN_FLIGHT = gl.constexpr(2)
 """Products that the tensor cores have yet to finish while the next part is dequantised."""
 
 
-class PackedPipeline(NamedTuple):
+class SwapABPipeline(NamedTuple):
     """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
 
     Attributes:
-      words, rows: Blocks of the weight, and of the rows in pairs of parts.
+      weight, rows: Blocks of the weight, and of the rows for each product.
       full, free: Barriers: the blocks of a slot are loaded, and are consumed.
     """
 
-    words: Any
+    weight: Any
     rows: Any
     full: Any
     free: Any
@@ -173,7 +175,7 @@ def _halves(acc):
 
 @gluon.jit
 def first_scales(scales_at, is_output, steps: gl.constexpr, config: gl.constexpr):
-    """Loads the scales of the first steps, see `_accumulate`."""
+    """Loads the scales of the first steps of a packed weight, see `_accumulate`."""
     ahead: gl.constexpr = max(1, _AHEAD // config.depth)
     later = (_scales_of(scales_at, 0, is_output, config),)
     for step in gl.static_range(1, ahead):
@@ -225,7 +227,8 @@ def _accumulate(
 
     Args:
       ring: Ring of blocks.
-      scales_at, later, is_output: Pointers to the scales, scales of the next steps, and mask.
+      scales_at, later, is_output: Pointers to the scales, scales of the next steps, and mask;
+        unused without scales.
       acc: Accumulator, `[outputs, rows]`.
       slot, phase: Slot and phase of the first step.
       first, length, steps: First step, their number, and the steps of the program.
@@ -235,6 +238,7 @@ def _accumulate(
       The accumulator, and scales, slot and phase of the next step.
     """
     format: gl.constexpr = config.loads.format
+    is_packed: gl.constexpr = format.packed > 1
     stages: gl.constexpr = config.stages
     calls: gl.constexpr = config.depth // PAIR
     in_block: gl.constexpr = format.inputs // PAIR
@@ -244,19 +248,24 @@ def _accumulate(
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for number in range(length):
         step = first + number
-        stored = later[0]
-        scales = _scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
-        later = later[1:] + (scales,)
+        if is_packed:
+            stored = later[0]
+            scales = _scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
+            later = later[1:] + (scales,)
         mbarrier.wait(ring.full.index(slot), phase)
         words = ()
-        for block in gl.static_range(blocks):
-            place = ring.words.index(slot * blocks + block).reshape((WIDTH, WORDS))
-            words += (place.load(layout),)
+        if is_packed:
+            for block in gl.static_range(blocks):
+                place = ring.weight.index(slot * blocks + block).reshape((WIDTH, WORDS))
+                words += (place.load(layout),)
         for call in gl.static_range(calls):
-            scale = _scale_at(stored, call * PAIR // GROUP, format)
-            one, two = _dequantised(words[call // in_block], scale, call % in_block, format)
-            pair = gl.reshape(gl.permute(gl.join(one, two), (0, 2, 1)), (WIDTH, PAIR))
-            pair = gl.convert_layout(pair, operand, assert_trivial=True)
+            if is_packed:
+                scale = _scale_at(stored, call * PAIR // GROUP, format)
+                one, two = _dequantised(words[call // in_block], scale, call % in_block, format)
+                pair = gl.reshape(gl.permute(gl.join(one, two), (0, 2, 1)), (WIDTH, PAIR))
+                pair = gl.convert_layout(pair, operand, assert_trivial=True)
+            else:
+                pair = ring.weight.index(slot * blocks + call).reshape((WIDTH, PAIR))
             x = ring.rows.index(slot * calls + call)
             acc = warpgroup_mma(pair, x.permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=_IN_FLIGHT, deps=(acc,))

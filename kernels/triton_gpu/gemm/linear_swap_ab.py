@@ -1,9 +1,9 @@
-"""WGMMA GEMM of few rows with a packed weight, with TMA and warp specialisation (Gluon).
+"""WGMMA GEMM of few rows, with TMA and warp specialisation (Gluon).
 
 Outputs are the wide side of the tensor core, rows the narrow one. One producer warp copies blocks
-of packed words and of the rows by TMA, and the words of the first blocks even before the previous
-kernel ends. The consumer warps dequantise a part of a block in registers while the tensor cores
-multiply the part before it.
+of the weight and of the rows by TMA, and the first blocks of the weight even before the previous
+kernel ends. The tensor cores read bfloat16 from shared memory. Of a packed weight the consumer
+warps dequantise a part of a block in registers while the tensor cores multiply the part before it.
 
 Accumulation is one chain along the inputs, or along each segment of them. A weight is dequantised
 as by `block_loaders`, and the epilogue computes as in `linear`, so the bits equal that kernel's.
@@ -42,7 +42,7 @@ from kernels.triton_gpu.gemm.linear_sm90_mainloop import (
     WARPS,
     WIDTH,
     WORDS,
-    PackedPipeline,
+    SwapABPipeline,
     accumulate_segments,
     first_scales,
     words_layout,
@@ -64,6 +64,7 @@ segments and for blocks of rows, the last for tiles of more than `FEW` rows.
 
 def takes(
     x: Float[Tensor, "R inputs"],
+    weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
     scales: Shaped[Tensor, "scales scales_in"] | None,
     *,
     format: str,
@@ -71,15 +72,19 @@ def takes(
     segments: int,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `launch` supports a call: bfloat16 rows, scales of 128 inputs.
+    """Returns whether `launch` supports a call: bfloat16, or a weight with scales of 128 inputs.
 
     Tiles of less than `FEW` rows must contain all rows; larger ones form blocks of rows.
     """
     (rows, inputs), width = x.shape, tiles.columns * (2 if is_gated else 1)
-    if scales is None or not tiles.copies_packed or format not in FORMATS:
+    if not tiles.copies_swapped or format not in FORMATS:
         return False
-    is_whole = inputs % (segments * tiles.depth) == 0 and inputs == GROUP.value * scales.shape[1]
-    is_whole &= scales.dtype in (torch.bfloat16, torch.int32)
+    is_whole = inputs % (segments * tiles.depth) == 0
+    if scales is None:
+        is_whole &= weight.dtype == torch.bfloat16
+    else:
+        is_whole &= inputs == GROUP.value * scales.shape[1] and tiles.depth >= 2 * GROUP.value
+        is_whole &= scales.dtype in (torch.bfloat16, torch.int32)
     is_tile = rows <= tiles.rows or FEW.value <= tiles.rows <= MOST_ROWS.value
     is_tile &= width == WIDTH.value and tiles.warps == WARPS.value
     return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
@@ -87,7 +92,7 @@ def takes(
 
 def launch(
     x: Float[Tensor, "R inputs"],
-    weight: Int32[Tensor, "stored words"],
+    weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
     scales: Shaped[Tensor, "scales scales_in"],
     args: GemmOperands,
     blocks: int,
@@ -100,24 +105,25 @@ def launch(
     """Launches the GEMM for arrays that `takes` accepts; writes the outputs of `args`.
 
     Args:
-      x, weight, scales: Rows, packed weight and its scales.
+      x, weight, scales: Rows, weight, and its scales if it is packed.
       args: Inputs of the prologue and the epilogue, and outputs.
       blocks: Blocks of rows and outputs.
       sizes, squares, config: Same as for the kernel of `linear`.
       launching: Launch options, see `launching` in `linear`.
     """
-    block, programs = [WIDTH.value, WORDS.value], (blocks,)
+    item, programs = weight.element_size(), (blocks,)
+    block = [WIDTH.value, WORDS.value * 4 // item]
     is_blocked = config.rows > FEW.value or len(x) > config.rows
     if config.is_separate:
         programs = blocks, config.segments
     if sizes.is_gated:  # blocks of gate and up form one tile
         weight = weight.view(2, sizes.N, weight.shape[1])
-        block = [2, WIDTH.value // 2, WORDS.value]
-    words_layout = gl.NVMMASharedLayout(128, element_bitwidth=32, rank=len(block))
+        block = [2, WIDTH.value // 2, block[1]]
+    weight_layout = gl.NVMMASharedLayout(128, element_bitwidth=8 * item, rank=len(block))
     rows_layout = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
-    _linear_packed_sm90_kernel[programs](
+    _linear_swap_ab_kernel[programs](
         TensorDescriptor.from_tensor(x, [config.rows, PAIR.value], rows_layout),
-        TensorDescriptor.from_tensor(weight, block, words_layout),
+        TensorDescriptor.from_tensor(weight, block, weight_layout),
         scales,
         args,
         len(x),
@@ -138,9 +144,9 @@ def _registers_of(config: GemmTileConfig, *, is_blocked: bool) -> int:
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _linear_packed_sm90_kernel(
+def _linear_swap_ab_kernel(
     x_of,
-    words_of,
+    weight_of,
     scales_at,
     args,
     num_rows,
@@ -155,9 +161,9 @@ def _linear_packed_sm90_kernel(
     calls: gl.constexpr = config.depth // PAIR
     blocks: gl.constexpr = config.depth // config.loads.format.inputs
     of_barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    ring = PackedPipeline(
-        words=gl.allocate_shared_memory(
-            gl.int32, [stages * blocks] + words_of.block_type.shape, words_of.layout
+    ring = SwapABPipeline(
+        weight=gl.allocate_shared_memory(
+            weight_of.dtype, [stages * blocks] + weight_of.block_type.shape, weight_of.layout
         ),
         rows=gl.allocate_shared_memory(
             gl.bfloat16, [stages * calls] + x_of.block_type.shape, x_of.layout
@@ -177,7 +183,7 @@ def _linear_packed_sm90_kernel(
                 _multiply,
                 (ring, scales_at, args, num_rows, sizes, squares, config, is_blocked, is_launched),
             ),
-            (_copy, (x_of, words_of, ring, num_rows, sizes, config, is_blocked, is_launched)),
+            (_copy, (x_of, weight_of, ring, num_rows, sizes, config, is_blocked, is_launched)),
         ],
         [1],
         [copying],
@@ -187,7 +193,7 @@ def _linear_packed_sm90_kernel(
 @gluon.jit
 def _copy(
     x_of,
-    words_of,
+    weight_of,
     ring,
     num_rows,
     sizes: gl.constexpr,
@@ -207,7 +213,7 @@ def _copy(
     for step in gl.static_range(first):
         full = ring.full.index(step)
         mbarrier.expect(full, count)
-        _copy_words(words_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
+        _copy_weight(weight_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
     if is_launched:
         gdc_wait()
     for step in gl.static_range(first):
@@ -219,7 +225,7 @@ def _copy(
         mbarrier.wait(ring.free.index(slot), phase)
         full = ring.full.index(slot)
         mbarrier.expect(full, count)
-        _copy_words(words_of, num_rows, begin + step, full, ring, slot, sizes, config, is_blocked)
+        _copy_weight(weight_of, num_rows, begin + step, full, ring, slot, sizes, config, is_blocked)
         _copy_rows(x_of, num_rows, begin + step, full, ring, slot, config, is_blocked)
         slot += 1
         if slot == stages:
@@ -230,8 +236,8 @@ def _copy(
 
 
 @gluon.jit
-def _copy_words(
-    words_of,
+def _copy_weight(
+    weight_of,
     num_rows,
     step,
     full,
@@ -242,14 +248,15 @@ def _copy_words(
     is_blocked: gl.constexpr,
 ):
     blocks: gl.constexpr = config.depth // config.loads.format.inputs
+    line: gl.constexpr = weight_of.block_type.shape[-1]
     _, column = _block_of(num_rows, config, is_blocked)
     for block in gl.static_range(blocks):
-        at = (step * blocks + block) * WORDS
-        place = ring.words.index(slot * blocks + block)
+        at = (step * blocks + block) * line
+        place = ring.weight.index(slot * blocks + block)
         if sizes.is_gated:
-            copy_tile(words_of, [0, column, at], full, place)
+            copy_tile(weight_of, [0, column, at], full, place)
         else:
-            copy_tile(words_of, [column, at], full, place)
+            copy_tile(weight_of, [column, at], full, place)
 
 
 @gluon.jit
@@ -295,14 +302,16 @@ def _multiply(
     steps: gl.constexpr = _steps_of(sizes, config)
     layout: gl.constexpr = words_layout()
     first_row, column = _block_of(num_rows, config, is_blocked)
-    lane = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
-    output = column + lane % config.columns
-    is_output = output < sizes.N
-    output += lane // config.columns * sizes.N
-    scales_at += output // format.scales.outputs * format.scales.scales_in
-    if config.is_separate:
-        scales_at += gl.program_id(1) * (steps * config.depth // GROUP)
-    later = first_scales(scales_at, is_output, steps, config)
+    is_output, later = True, ()
+    if format.packed > 1:
+        lane = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, layout))
+        output = column + lane % config.columns
+        is_output = output < sizes.N
+        output += lane // config.columns * sizes.N
+        scales_at += output // format.scales.outputs * format.scales.scales_in
+        if config.is_separate:
+            scales_at += gl.program_id(1) * (steps * config.depth // GROUP)
+        later = first_scales(scales_at, is_output, steps, config)
     if is_launched:
         gdc_wait()
     inputs = ()
