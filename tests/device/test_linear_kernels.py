@@ -306,7 +306,7 @@ def test_depth_of_splits_inputs_into_several_steps(inputs: int, want: int) -> No
         ({"warps": 2}, "must have 4 warps or more"),
         ({"warps": 8}, "must have 64 rows or more for 4 warps"),
         ({"columns": 32}, "must have 64 columns or more"),
-        ({"depth": 32}, "must have a depth of 64 or more"),
+        ({"depth": 16}, "must have a depth of 32 or more"),
     ],
 )
 def test_pallas_sm90_linear_rejects_invalid_tiles(change: dict[str, int], why: str) -> None:

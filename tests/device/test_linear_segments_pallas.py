@@ -15,7 +15,13 @@ import pytest
 
 import jax_impl.ops
 from jax_impl.ops.gemm import linear as jax_linear
-from kernels.pallas_gpu.gemm import fp8_activations, linear, linear_packed_sm90
+from kernels.pallas_gpu.gemm import (
+    fp8_activations,
+    linear,
+    linear_packed_sm90,
+    linear_sm90,
+    linear_sm90_mainloop,
+)
 from kernels.pallas_gpu.gemm.linear_launch import GemmTiling
 from kernels.tiles import LinearTiles
 from shared.models.formats.fp8 import BLOCK, Granularity
@@ -145,6 +151,69 @@ def test_pallas_sm90_segments_bitwise_equal(format: str, rows: int) -> None:
             cuts.append(TMA | {"swapped": True, "depth": 128, "rows": max(8, rows), "stages": 8})
     for cut in cuts:
         check_equal(added(**given, cut=tiles(**cut)), want)
+
+
+WIDE = TMA | {"rows": 128, "columns": 256, "warps": 8, "depth": 64}
+HALF_STORED = [{"stages": 3}, {"stages": 6, "depth": 32}, {"stages": 3, "rows": 64, "warps": 4}]
+"""Changed tiles of which shared memory has half of the sums of finished segments."""
+
+
+@pytest.fixture
+def halved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the segments of each call that is traced with sums in shared memory."""
+    calls, healthy = list[int](), linear_sm90_mainloop.sums_of_halves
+
+    def counted(shared: Any, work: Any, *args: Any) -> Any:
+        calls.append(work.segments)
+        return healthy(shared, work, *args)
+
+    monkeypatch.setattr(linear_sm90_mainloop, "sums_of_halves", counted)
+    return calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "segments"),
+    [
+        (33, 384, 2048, 2),
+        (300, 640, 2048, 2),
+        (512, 256, 128, 2),  # segments of one step
+        (512, 4096, 1536, 3),
+        (2048, 2560, 1024, 4),  # more blocks than multiprocessors
+        (2048, 4096, 12288, 2),
+    ],
+)
+def test_pallas_sm90_stored_sums_bitwise_equal(
+    rows: int, outputs: int, inputs: int, segments: int, halved: list[int]
+) -> None:
+    """Sums of finished segments in shared memory, and all of them in registers."""
+    given = {"x": normal(0, rows, inputs), "weights": plain_weights(outputs, inputs)}
+    given |= {"segments": segments}
+    want = added(**given, cut=tiles(**WIDE | {"columns": 128, "stages": 4}))
+    assert not halved
+    for change in HALF_STORED:
+        check_equal(added(**given, cut=tiles(**WIDE | change)), want)
+    assert set(halved) == {segments}
+
+
+@pytest.mark.parametrize(
+    ("change", "want"),
+    [
+        *(({**change}, {}) for change in HALF_STORED),
+        ({"stages": 4}, {"columns": 128, "stages": 6}),
+        ({"stages": 7, "depth": 32}, {"columns": 128, "stages": 10}),
+        ({"stages": 2, "depth": 128}, {"columns": 128, "stages": 3}),
+        ({"columns": 192, "stages": 4}, {"columns": 128, "stages": 5}),
+        ({"columns": 128, "stages": 6}, {}),
+        ({"columns": 64, "stages": 8}, {}),
+    ],
+    ids=str,
+)
+def test_pallas_sm90_tiles_have_space_for_finished_sums(
+    change: dict[str, int], want: dict[str, int]
+) -> None:
+    cut = tiles(**WIDE | change)
+    assert linear_sm90.tiles_of_segments(cut, 2) == replace(cut, **want)
 
 
 @pytest.fixture

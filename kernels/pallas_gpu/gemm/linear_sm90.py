@@ -25,6 +25,7 @@ from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.gemm.layers import beside
 from kernels.pallas_gpu.gemm.linear_epilogue import (
+    PARTS,
     SQUARES_AT_ONCE,
     WIDE,
     EpilogueOutputs,
@@ -34,6 +35,7 @@ from kernels.pallas_gpu.gemm.linear_epilogue import (
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import (
     LINE_BYTES,
     LINES,
+    MOST_SUMS,
     WARPS,
     GemmBuffers,
     GemmRefs,
@@ -61,8 +63,8 @@ _PROGRAMS = 2
 """Concurrent programs on a multiprocessor, for FP8 and one consumer warpgroup."""
 _JAX = (0, 11)
 """Version of jax with a supported Mosaic GPU; no jax from 0.11 on runs on Python 3.11."""
-_MOST_SUMS = 64 * 32
-"""Maximum accumulators of a warp of a GEMM with segments: 64 registers of a thread."""
+_SHARED_BYTES = (227 - 2) * 1024
+"""Shared memory of a program of an H100 or H200, without barriers and padding."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Registers of a producer thread, and of one thread of every warpgroup together."""
 
@@ -163,7 +165,7 @@ def linear_sm90(
     """
     K, N = x.shape[1], (weights.shape[1] - first) // (2 if is_gated else 1)
     _check(tiles, np.dtype(out_type))
-    tiles = tiles if segments == 1 else _of_segments(tiles)
+    tiles = tiles if segments == 1 else tiles_of_segments(tiles, x.dtype.itemsize)
     R, programs = num_rows or len(x), 1
     row_blocks = pl.cdiv(R, tiles.rows)
     operands = {"x": _pad_to_lines(x), "weights": weights, "layer": layer.reshape(1)}
@@ -237,16 +239,25 @@ def linear_sm90(
     return out, None, None, BlockPartials(*asks, *left) if asks else None
 
 
-def _of_segments(tiles: LinearTiles) -> LinearTiles:
-    """Returns tiles of which registers hold both the sum and the accumulators of a segment.
+def tiles_of_segments(tiles: LinearTiles, item_bytes: int) -> LinearTiles:
+    """Returns tiles with space for both the finished sums and the accumulators of a segment.
 
-    Fewer columns leave shared memory for more stages.
+    Registers hold both, or shared memory next to the ring half of the finished sums. Otherwise the
+    tiles get fewer columns, which leave shared memory for more stages.
     """
-    most = _MOST_SUMS * tiles.warps // tiles.rows
-    if tiles.swapped or tiles.columns <= most:
+    most = MOST_SUMS * tiles.warps // tiles.rows
+    if tiles.swapped or tiles.columns <= most or _stores_half(tiles, 2 * most, item_bytes):
         return tiles
     stages = tiles.stages * (tiles.rows + tiles.columns) // (tiles.rows + most)
     return replace(tiles, columns=most, stages=stages)
+
+
+def _stores_half(tiles, columns, item_bytes):
+    """Returns whether tiles have the columns, and half of the sums fits next to the ring."""
+    ring = tiles.stages * (tiles.rows + tiles.columns) * tiles.depth * item_bytes
+    parts = tiles.warps // WARPS * PARTS * WIDE * LINE_BYTES // 2
+    half = 4 * tiles.rows * tiles.columns // 2
+    return tiles.columns == columns and ring + parts + half <= _SHARED_BYTES
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
@@ -259,7 +270,7 @@ def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
         and (wide, tiles.warps) != (WIDE, WARPS),
         f"have {WIDE} rows or more for {WARPS} warps": groups * WIDE > wide,
         f"have {line} columns or more": tiles.columns < line,
-        "have a depth of 64 or more": tiles.depth < LINE_BYTES // 2,
+        "have a depth of 32 or more": tiles.depth < LINE_BYTES // 4,
     }
     for what, is_wrong in wrong.items():
         if is_wrong:

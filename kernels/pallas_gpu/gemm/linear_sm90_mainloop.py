@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.pallas_gpu.gemm.linear_epilogue import PARTS, WIDE
-from kernels.pallas_gpu.gemm.ptx import multiplied_sum
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, multiplied_sum
 from kernels.tiles import LinearTiles
 from shared.models.activation import Activation
 from shared.models.formats.fp8_w8a16 import FP8_BLOCK
@@ -23,6 +24,8 @@ from shared.spec.reduction_order import SquaresOrder
 
 WARPS = 4
 """Warps of a warpgroup."""
+MOST_SUMS = 64 * 32
+"""Maximum sums of finished segments in the registers of a warp: 64 of a thread."""
 LINE_BYTES, LINES = 128, 8
 """Bytes of a shared-memory line, and lines of a swizzle group.
 
@@ -62,6 +65,12 @@ class GemmTileWork:
     def segment_steps(self) -> int:
         """Returns the steps along the inputs of a segment."""
         return self.steps // self.segments
+
+    @property
+    def stores_sums(self) -> bool:
+        """Returns whether shared memory has half of the sums of finished segments."""
+        sums = self.tiles.rows * self.tiles.columns
+        return self.segments > 1 and not self.tiles.swapped and sums > MOST_SUMS * self.tiles.warps
 
     @property
     def groups(self) -> int:
@@ -135,6 +144,7 @@ class GemmBuffers(NamedTuple):
       full, free: Barriers of the rings: a block is loaded, and all consumers have used it.
       loaded: Barriers of the parts: the residual is loaded.
       squares: Sums of squares of rows, for swap-AB tiles.
+      finished: Sums of finished segments in the right half of the columns, per warpgroup.
     """
 
     rows: Any
@@ -144,6 +154,7 @@ class GemmBuffers(NamedTuple):
     free: Any
     loaded: Any
     squares: Any = None
+    finished: Any = None
 
 
 def ring_of(work, dtype, out_type):
@@ -156,8 +167,12 @@ def ring_of(work, dtype, out_type):
         return plgpu.SMEM(shape, dtype, transforms=layout)
 
     # 96 columns are three half lines.
-    line = math.gcd(tiles.columns, LINE_BYTES // out_type.itemsize)
-    parts, more = block((work.groups, PARTS, WIDE, line), out_type), {}
+    line, more = math.gcd(tiles.columns, LINE_BYTES // out_type.itemsize), {}
+    if work.stores_sums:
+        line //= 2  # half lines leave space for the sums
+        half = work.groups, tiles.rows // work.groups, tiles.columns // 2
+        more["finished"] = block(half, np.dtype(np.float32))
+    parts = block((work.groups, PARTS, WIDE, line), out_type)
     if tiles.swapped:
         parts = plgpu.SMEM((PARTS, tiles.rows, tiles.columns), out_type)
         more["squares"] = plgpu.SMEM((tiles.rows,), jnp.float32)
@@ -199,12 +214,37 @@ def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
 def sums_of(shared, work, group, done):
     """Consumer: multiplies a warpgroup's rows with the weight blocks, or transposed for swap-AB."""
     steps, columns = work.segment_steps, work.tiles.columns
+    if work.stores_sums:
+        return [sums_of_halves(shared, work, group, done)]
     sums = _sums_of_segment(shared, work, group, done)
     for segment in range(1, work.segments):
         sums = sums + _sums_of_segment(shared, work, group, done + segment * steps)
     if work.tiles.swapped:
         return [sums]
     return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
+
+
+def sums_of_halves(shared, work, group, done):
+    """Adds segments; finished sums are half in registers and half in shared memory.
+
+    The chain of a segment starts at zero, so its sums are never -0 and may be added to zero.
+    """
+    finished_ref, line = shared.finished.at[group], LINE_BYTES // 4
+    half = finished_ref.shape[1]
+
+    def add(segment, left):
+        sums = _sums_of_segment(shared, work, group, done + segment * work.segment_steps)
+        left = left + sums[:, :half]
+        for at in range(0, half, line):  # registers hold a line at a time
+            part_ref = finished_ref.at[:, pl.ds(at, line)]
+            right = sums[:, half + at : half + at + line]
+            part_ref[...] = plgpu.load(part_ref, layout=LAYOUT) + right
+        return left
+
+    nothing = plgpu.layout_cast(jnp.zeros(finished_ref.shape, jnp.float32), LAYOUT)
+    finished_ref[...] = nothing
+    left = lax.fori_loop(0, work.segments, add, nothing)
+    return lax.concatenate([left, plgpu.load(finished_ref, layout=LAYOUT)], 1)
 
 
 def _sums_of_segment(shared, work, group, done):

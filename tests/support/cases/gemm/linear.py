@@ -282,3 +282,11 @@ TABLE += [
     for case in TABLE
     if case.name in THREE_HALVES
 ]
+
+STORED_SUMS = {"rows": 128, "columns": 256, "warps": 8, "stages": 3} | _COPIED
+"""Tiles of which shared memory has half of the sums of finished segments."""
+TABLE += [
+    replace(case, name=f"{case.name}, 256 columns", tiles=STORED_SUMS)
+    for case in TABLE
+    if case.name == f"down, 2048 rows, {SEGMENTS} segments"
+]
