@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kernels.tiles import LinearTiles
+from shared.spec.reduction_order import SQUARES
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
-from tests.support.linear_kernels import KINDS, check_close, copied, in_bfloat16, tiles
+from tests.support.linear_kernels import KINDS, check_close, copied, in_bfloat16, normal, tiles
 from tests.support.linear_segments import added, cut_of, product_of
 
 pytestmark = pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
@@ -25,7 +26,8 @@ LARGE_SIZES = ((32, 128, 5), (64, 128, 6), (128, 128, 4), (128, 256, 2))
 def cuts(rows: int, kind: str) -> list[LinearTiles]:
     """Returns tiles for a call: of all its rows, and of row blocks."""
     sizes = LARGE_SIZES if rows > 32 else [size for size in SIZES if rows <= size[0]]
-    return [copied("triton", kind, rows=x, depth=y, stages=z) for x, y, z in sizes]
+    found = [copied("triton", kind, rows=x, depth=y, stages=z) for x, y, z in sizes]
+    return found + [replace(found[0], trigger=trigger) for trigger in (1, 2)]
 
 
 @pytest.fixture
@@ -89,6 +91,36 @@ def test_triton_swap_ab_keeps_nan_in_its_row(rows: int, copied_calls: list[int])
             np.testing.assert_array_equal(one[others], other[others], err_msg=str(cut))
             assert np.isnan(one[1]).any()
     assert len(copied_calls) == 2 * len(cuts(rows, "added"))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("trigger", [0, 1, 2])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_triton_swap_ab_waits_for_previous_gemm(rows: int, trigger: int) -> None:
+    """GEMMs of a captured graph, each of the result of the one before, overlap and stay equal."""
+    product = KERNELS["triton"]["linear"].product
+    size, layers, replays = 2048, 24, 20
+    weights = torch.from_numpy(normal(1, layers, size, size) / size**0.5).bfloat16().cuda()
+    x = torch.from_numpy(normal(0, rows, size)).bfloat16().cuda()
+    how = {"format": "plain", "out_type": torch.bfloat16, "order": SQUARES}
+
+    def chained(cut: LinearTiles) -> torch.Tensor:
+        out = x
+        for weight in weights:
+            out = product(out, weight, None, tiles=cut, **how)[0]
+        return out
+
+    want = chained(tiles())
+    cut = copied("triton", "plain", rows=32, depth=128, stages=4, trigger=trigger)
+    assert torch.equal(chained(cut), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chained(cut)
+    for _ in range(replays):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize(("kind", "out_type"), [("added", "float32"), ("adapted", "bfloat16")])

@@ -210,12 +210,16 @@ def _copy(
     begin = 0
     if config.is_separate:
         begin = gl.program_id(1) * steps
+    if is_launched and config.trigger == 2:
+        gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
         mbarrier.expect(full, count)
         _copy_weight(weight_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
     if is_launched:
         gdc_wait()
+        if config.trigger == 1:
+            gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
         _copy_rows(x_of, num_rows, begin + step, full, ring, step, config, is_blocked)
@@ -231,7 +235,7 @@ def _copy(
         if slot == stages:
             slot = 0
             phase ^= 1
-    if is_launched:
+    if is_launched and config.trigger == 0:
         gdc_launch_dependents()
 
 
