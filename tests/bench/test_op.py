@@ -76,6 +76,18 @@ def test_op_run_writes_lines_and_versions(
     assert capsys.readouterr().out.count("three trees") == 3
 
 
+@pytest.mark.parametrize(("ops", "has_kernels"), [("plain", False), ("bound", True)])
+def test_op_run_plain_uses_no_kernels(
+    ops: str, has_kernels: bool, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for framework in SIDES:
+        bind_kernels(monkeypatch, import_module(f"{framework}_impl.ops"), {})
+    line = ["gated_delta", "--cases", "three states", "--sizes", "small", "--ops", ops]
+    found = op.run(op.options().parse_args(line), "").found
+    assert [bool(side["kernels"]) for side in found["sides"].values()] == [has_kernels] * 2
+    assert [line["is_right"] for line in found["results"]] == [True] * 2
+
+
 def test_copy_rate_measured_warm_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -89,7 +89,7 @@ class Side(ABC):
 
     def with_ops(self, ops: str) -> AbstractContextManager[None]:
         """Context in which the operations are `plain`, or the ones bound by `ops`."""
-        return self._ops.plain() if ops == "plain" else nullcontext()
+        return self._ops.reference_ops() if ops == "plain" else nullcontext()
 
     @contextmanager
     def with_tiles(self, case: OpCase, changes: Changes) -> Iterator[None]:
