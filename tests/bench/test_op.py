@@ -246,6 +246,17 @@ def test_op_errors_sample_rows_of_large_case(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(seen) == 3
 
 
+def test_op_errors_count_nan_of_one_side() -> None:
+    case = next(case for case in SMALL if str(case) == "rank, all stopped")
+    arguments = case.arguments(seed=0)
+    want = case.specified(arguments, None)
+    assert np.isnan(want[1]).any()
+    assert case.errors(arguments, want) == [0, 0]
+    for value, there in ((0, np.isnan(want[1])), (np.nan, ~np.isnan(want[1]))):
+        wrong = np.where(there, np.float32(value), want[1])
+        assert max(case.errors(arguments, [want[0], wrong])) == np.inf
+
+
 def test_bytes_of_counts_moved_bytes() -> None:
     case = next(case for case in table("attention_layer") if case.name == "two trees")
     arguments = case.arguments(seed=0)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -96,9 +97,7 @@ class OpCase:
 
     def errors(self, arguments: Arguments, got: list[np.ndarray]) -> list[float]:
         """Returns the relative error of each result: the norm of the difference over the expected
-        norm.
-
-        NaN stays NaN, which is below no tolerance.
+        norm; infinite if NaN differs.
         """
         rows = self._compared(arguments)
         wanted = self.specified(arguments, rows)
@@ -215,7 +214,9 @@ def _rounded(value: Any, dtype: str) -> Any:
 
 def _distance(got: np.ndarray, want: np.ndarray) -> float:
     got, want = got.astype(np.float64), want.astype(np.float64)
-    is_same = got == want  # such as -inf, which has no difference to itself
+    # Infinities and NaN of both have no difference.
+    is_same = (got == want) | (np.isnan(got) & np.isnan(want))
     difference = np.where(is_same, 0, got) - np.where(is_same, 0, want)
-    size = np.linalg.norm(np.where(np.isinf(want), 0, want))
-    return float(np.linalg.norm(difference) / max(size, 1e-30))
+    size = np.linalg.norm(np.where(np.isfinite(want), want, 0))
+    error = float(np.linalg.norm(difference) / max(size, 1e-30))
+    return math.inf if math.isnan(error) else error
