@@ -22,6 +22,7 @@ from tests.support.contract_host import Host, Texts, contract_capacity, contract
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     NO_BROWSER,
     NO_TOKENIZER,
+    NO_TRITON,
     print_counts,
     pytest_configure,
     pytest_runtest_protocol,
@@ -174,9 +175,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{len(seen)} planted faults, each seen by its promise's test")
     ran = [report for report in passed if re.search("_kernels.*pallas", report.nodeid)]
     if ran and find_spec("triton") is None:
-        line = "triton is not installed: only Pallas ran"
+        line = f"{NO_TRITON}: only Pallas ran"
         terminalreporter.write_line(f"{line}, {len(ran)} cases of the Triton kernels did not")
     skipped = terminalreporter.stats.get("skipped", [])
-    for reason in (NO_BROWSER, NO_TOKENIZER):
+    for reason in (NO_BROWSER, NO_TOKENIZER, NO_TRITON):
         if unrun := [report for report in skipped if reason in str(report.longrepr)]:
             terminalreporter.write_line(f"{reason}; {len(unrun)} tests did not run")

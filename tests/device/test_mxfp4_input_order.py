@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 # An import in this process, before the tests of kernels select the interpreter, would break them.
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 COMPILES = """
 import torch

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("triton")
-
 from jaxtyping import Int
 from torch import Tensor
-from triton.runtime.interpreter import GridExecutor
 
 from shared.boundary.backend import BackendSpec
 from shared.boundary.buffers import plan_layout
@@ -34,6 +31,7 @@ from shared.models.formats.fp8_w8a8 import FP8W8A8
 from shared.models.stacks import stack
 from shared.models.vision_parameters import vision_encoder_parameters
 from shared.process import image_startup
+from tests.support.counting import NO_TRITON
 from tests.support.golden_images import MODEL, image_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
 from tests.support.torch_memory import EAGER, LOADING, Memory, absent_gpu
@@ -82,12 +80,15 @@ class Tower:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the encoder's operations by kernels that allocate their results and run nothing."""
+    if "triton" not in KERNELS:
+        pytest.skip(NO_TRITON)
     bind_kernels(monkeypatch, ops, KERNELS["triton"])
     for module, names in OPERATIONS.items():
         for name in names:
             kernel = partial(getattr(module, f"kernel_{name}"), ops.KERNELS)
             monkeypatch.setattr(module, name, kernel)
-    monkeypatch.setattr(GridExecutor, "__call__", lambda *given, **how: None)
+    grid = import_module("triton.runtime.interpreter").GridExecutor
+    monkeypatch.setattr(grid, "__call__", lambda *given, **how: None)
 
 
 @pytest.fixture

@@ -6,17 +6,18 @@ import re
 import subprocess
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from triton.runtime.jit import JITFunction
-
+from tests.support.counting import NO_TRITON
 from torch_impl.triton_precompile import compile_kernels
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
 
 
 class Launches:
@@ -24,12 +25,17 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[tuple, bool]] = []
+        self.jit = import_module("triton.runtime.jit").JITFunction
 
         def run(kernel: Any, *args: Any, grid: tuple, warmup: bool) -> None:
             self.seen.append((args, warmup))
 
-        monkeypatch.setattr(JITFunction, "run", run)
+        monkeypatch.setattr(self.jit, "run", run)
         self.run = run
+
+    def launch(self, *args: Any) -> None:
+        """Launches a kernel as Triton does."""
+        self.jit.run(None, *args, grid=(1,), warmup=False)
 
 
 @pytest.fixture
@@ -37,12 +43,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return Launches(monkeypatch)
 
 
-def launch(*args: Any) -> None:
-    JITFunction.run(None, *args, grid=(1,), warmup=False)
-
-
 def test_compile_kernels_warms_up_without_launch(launches: Launches) -> None:
-    compile_kernels(lambda: [launch(number) for number in range(3)])
+    compile_kernels(lambda: [launches.launch(number) for number in range(3)])
     assert launches.seen == [((number,), True) for number in range(3)]
 
 
@@ -57,7 +59,7 @@ def test_compile_kernels_warms_up_without_launch(launches: Launches) -> None:
 )
 def test_compile_kernels_zeroes_new_memory(make, launches: Launches) -> None:
     torch.full((64,), 7.0)  # what is given back is not what it was before
-    compile_kernels(lambda: launch(make().flatten().tolist()))
+    compile_kernels(lambda: launches.launch(make().flatten().tolist()))
     assert launches.seen == [(([0.0] * 64,), True)]
 
 
@@ -65,13 +67,13 @@ def test_compile_kernels_restores_launcher_after_error(
     launches: Launches,
 ) -> None:
     def fails() -> None:
-        launch()
+        launches.launch()
         raise RuntimeError("no such page")
 
     with pytest.raises(RuntimeError, match="no such page"):
         compile_kernels(fails)
-    assert JITFunction.run is launches.run
-    launch()
+    assert launches.jit.run is launches.run
+    launches.launch()
     assert [warmup for _, warmup in launches.seen] == [True, False]
 
 

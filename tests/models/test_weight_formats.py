@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from shared.models.parameter_arrays import slice_tensor
 from shared.models.parameters import parameters
 from shared.models.stored_tensor import check_stored
 from shared.spec.linear import Matrix
+from tests.support.counting import NO_TRITON
 from tests.support.files import write_stored
 from tests.support.tiny_models import tiny_config
 from tests.support.weight_formats import ON_GPU, read_planes, w8a8_of
@@ -253,5 +256,7 @@ def test_kernels_load_blocks_of_all_formats() -> None:
     classes = {choice for kind in registry.QUANTIZATIONS.values() for choice in kind.formats}
     names = {PLAIN, *(each.name for each in classes)}
     assert pallas_loaders.LOADERS.keys() == names
-    triton_loaders = pytest.importorskip("kernels.triton_gpu.gemm.block_loaders")
+    if find_spec("triton") is None:
+        pytest.skip(NO_TRITON)
+    triton_loaders = import_module("kernels.triton_gpu.gemm.block_loaders")
     assert {each.name for each in triton_loaders.FORMATS} == names

@@ -18,6 +18,7 @@ from tests.support.equality import TALLY
 MOST_PROGRAMS = 50
 NO_BROWSER = "no chromium and chromedriver here: the page was not opened in a browser"
 NO_TOKENIZER = "make tokenizers has not been run: grammars were not tried on a real tokenizer"
+NO_TRITON = "triton is not installed"
 NO_CLIENTS = "make clients has not been run: clients of package registries were not tried"
 _TOTAL = {"tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
 _PROGRAMS: Counter[str] = Counter()
