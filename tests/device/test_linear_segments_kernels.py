@@ -434,11 +434,13 @@ def test_linear_add_passes_segments_to_kernel(
     x, weight = torch.ones((3, INPUTS), device=device), linear.Matrix.plain(wide)
     rows = torch.full((3, OUTPUTS), -(2.0**24), device=device)
     stream = linear.kernel_stream(kernels, rows)
-    assert (stream.arrivals is not None) == (segments > 1)
-    found = linear.kernel_linear_add(kernels, x, weight, stream)
-    assert (found.rows == total).all()
     once = linear.kernel_added(kernels, x, weight, stream, 1.0, None, 1)
     assert (once.rows == 0).all()
+    found = linear.kernel_linear_add(kernels, x, weight, stream)
+    assert (found.rows == total).all()
+    assert (found.arrivals is not None) == (segments > 1)
+    again = linear.kernel_linear_add(kernels, x, weight, found)
+    assert again.arrivals is found.arrivals  # those of the pass from then on
     assert (linear.kernel_product(kernels, x, weight) == 2**24).all()
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from kernels.kernel_limits import MOST_SEPARATE_BLOCKS, arrivals_of_experts
 from kernels.rooms import module_in
 from kernels.tiles import Tiles
-from shared.spec import reduction_order
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,10 +130,8 @@ def is_bfloat16(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16
 
 
-def arrivals_of(rows: Float[Tensor, "R hidden"]) -> Int[Tensor, " counters"] | None:
-    """Returns the counters of a stream for GEMMs in segments and for experts; None without."""
-    if reduction_order.LINEAR.segments == 1:
-        return None
+def arrivals_of(rows: Float[Tensor, "R hidden"]) -> Int[Tensor, " counters"]:
+    """Returns the counters of a stream for GEMMs in segments and for experts."""
     num_rows, hidden = rows.shape
     count = max(MOST_SEPARATE_BLOCKS, arrivals_of_experts(num_rows, hidden))
     return torch.zeros(count, dtype=torch.int32, device=rows.device)

@@ -136,8 +136,8 @@ def kernel_stream(
     group: TPGroup = SINGLE_RANK,
 ) -> NormedStream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    own, arrivals = all_gather.kept(group, rows, norm), arrivals_of(rows)
-    return NormedStream(own, norm, scaled, squares, count, arrivals, group)
+    own = all_gather.kept(group, rows, norm)
+    return NormedStream(own, norm, scaled, squares, count, group=group)
 
 
 stream = kernel_or_reference(kernel_stream, plain_stream, is_bfloat16)
@@ -247,8 +247,9 @@ def kernel_added(
     gather = group.on_device.next() if all_gather.gathers_with_squares(group, own) else None
     scale = all_gather.norm_with_squares(group, own, norm)
     how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
-    arrivals = arrivals_of(x) if stream.arrivals is None else stream.arrivals  # a partial pass
-    how |= {"segments": segments, "arrivals": arrivals}
+    if segments > 1 and stream.arrivals is None:  # the first of the pass
+        stream = replace(stream, arrivals=arrivals_of(own))
+    how |= {"segments": segments, "arrivals": stream.arrivals}
     return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
 
 

@@ -9,13 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
-from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.tp_group import SINGLE_RANK, TPGroup
 from shared.models.activation import Activation
 from shared.models.mlp import MoEConfig
 from shared.spec.reduction_order import ROUTER, SHRINK, SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
+from torch_impl.ops import Kernels, arrivals_of, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
@@ -179,10 +178,9 @@ def plain_counted(stream: NormedStream) -> NormedStream:
 
 
 def kernel_counted(kernels: Kernels, stream: NormedStream) -> NormedStream:
-    own = stream.own
-    size = arrivals_of_experts(*own.shape)
-    arrivals = torch.zeros(size, dtype=torch.int32, device=own.device)
-    return replace(stream, arrivals=arrivals)
+    if stream.arrivals is not None:
+        return stream
+    return replace(stream, arrivals=arrivals_of(stream.own))
 
 
 counted = kernel_or_reference(kernel_counted, plain_counted, is_bfloat16)
@@ -232,8 +230,7 @@ def _routed(
 ) -> NormedStream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own.contiguous()
-    if stream.arrivals is None:  # a partial pass
-        stream = kernel_counted(kernels, stream)
+    stream = kernel_counted(kernels, stream)
     added = run_experts(
         kernels,
         stream,
@@ -263,8 +260,7 @@ def _routed_latents(
 ) -> NormedStream:
     """Adds the experts between the two projections of the latent; their sum is rounded once."""
     stream, group = linear.completed(kernels, stream), stream.group
-    if stream.arrivals is None:  # a partial pass
-        stream = kernel_counted(kernels, stream)
+    stream = kernel_counted(kernels, stream)
     assert weights.latent_in is not None  # experts with latents have both
     assert weights.latent_out is not None
     latents = linear.kernel_rmsnorm_linear(kernels, stream, eps, weights.latent_in)

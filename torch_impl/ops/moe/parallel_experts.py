@@ -51,8 +51,7 @@ def kernel_routed_experts(
     parallel: ParallelMLP,
 ) -> Float[Tensor, "R hidden"]:
     """Same as `plain_routed_experts`; the kernels add the experts to rows of zeros."""
-    if stream.arrivals is None:  # a partial pass
-        stream = counted(stream)
+    stream = counted(stream)
     rows = stream.whole
     own = all_gather.local_columns(stream.group, rows).contiguous()
     scaled, squares = kernels.layers.beside(rows, parallel.expert_norm, order=SQUARES)
