@@ -18,7 +18,7 @@ from bench.kernels.aot_cuda import absent_cuda
 from kernels.routing import RoutingSettings
 from kernels.tiles import MEASURED, Tiles
 from shared.spec.reduction_order import SQUARES
-from tests.support.cases.moe.experts import GEMMA, OSS
+from tests.support.cases.moe.experts import GEMMA, NEMOTRON, OSS
 
 usual = {"groups": 1, "top_groups": 1, "is_sigmoid": False, "is_renormalised": True}
 usual |= {"factor": 1.0, "output_factor": 1.0, "is_shared": False, "is_gated": False}
@@ -28,19 +28,22 @@ usual = Tiles.load("triton_gpu", MEASURED).experts.lines[0].tiles
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
-def compile(format, hidden, inner, scale, columns, activation, grouped):
+def compile(format, hidden, inner, scale, columns, activation, grouped, halves=2):
     cut = {"depth": 256, "down_depth": 256, "down_columns": 2 * columns, "columns": columns}
     cut = replace(usual, copies_packed=True, grouped=grouped, **cut)
     whole = lambda inputs: -(-inputs // 128) * 128
     def stored(outputs, inputs):
-        words = tensor(4, outputs, whole(inputs) // 8, dtype=torch.int32)
-        scales = tensor(4, outputs, whole(inputs) // 32, dtype=scale)
-        return ExpertWeights(words, scales, tensor(4, outputs))
+        packed, shape = 8, (outputs, whole(inputs) // 32)
+        if format == "fp8_w8a16":
+            packed, shape = 4, (outputs // 128, whole(inputs) // 128)
+            shape = shape if scale == torch.bfloat16 else (outputs, 1)
+        words = tensor(4, outputs, whole(inputs) // packed, dtype=torch.int32)
+        return ExpertWeights(words, tensor(4, *shape, dtype=scale), tensor(4, outputs))
     ids, arrivals = tensor(8, 2, dtype=torch.int32), tensor(8 * hidden, dtype=torch.int32)
     how = {"format": format, "routing": choice, "squares_order": SQUARES, "tiles": cut}
     blocks = group(ids, arrivals, routing=choice, tiles=cut) if grouped else None
     x, squares = tensor(8, hidden), tensor(8, -(-hidden // 64), dtype=torch.float32)
-    gate_up = stored(2 * inner, hidden), ids, blocks, None
+    gate_up = stored(halves * inner, hidden), ids, blocks, None
     inner = experts.act_and_mul_linear(
         x, squares, *gate_up, eps=1e-5, activation=activation, **how
     )
@@ -58,6 +61,8 @@ with absent_cuda(is_whole=True) as compiler:
         compile("mxfp4_w4a16", 2880, 2880, torch.uint8, 32, OSS.activation, grouped)
         compile("mxfp4_w4a16", 2880, 1440, torch.uint8, 16, OSS.activation, grouped)
         compile("int4_w4a16", 2816, 704, torch.bfloat16, 32, GEMMA.activation, grouped)
+        compile("fp8_w8a16", 2048, 512, torch.bfloat16, 32, GEMMA.activation, grouped)
+        compile("fp8_w8a16", 2688, 1856, torch.float32, 32, NEMOTRON.activation, grouped, 1)
     for kernel in compiler.kernels:
         if "packed_sm90" in kernel.name:
             print(kernel.name, kernel.spilled_bytes, kernel.registers)
@@ -71,6 +76,6 @@ def test_packed_experts_compile_without_spills(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILES]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 12, done.stderr
+    assert len(lines) == 20, done.stderr
     assert {spilled for _, spilled, _ in lines} == {"0"}
     assert max(int(registers) for *_, registers in lines) <= 128

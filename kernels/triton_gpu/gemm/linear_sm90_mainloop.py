@@ -313,7 +313,7 @@ def _dequantised(words, scale, call: gl.constexpr, format: gl.constexpr):
         scales = int4_scales(scale) if format.has_scale_words else scale
         one, two = int4_pair(words, scales, scales, call, format.has_scale_words)
     else:
-        one, two = _fp8_pair(words, scale, call)
+        one, two = fp8_pair(words, scale, call)
     return one, two
 
 
@@ -352,7 +352,8 @@ def int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr)
 
 
 @gluon.jit
-def _fp8_pair(words, scale, call: gl.constexpr):
+def fp8_pair(words, scale, call: gl.constexpr):
+    """Dequantises two neighbouring parts of a block of FP8, with a column of scales."""
     text: gl.constexpr = _fp8_assembly(call)
     one, two = gl.inline_asm_elementwise(
         text,

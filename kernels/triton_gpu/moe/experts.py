@@ -112,9 +112,9 @@ def experts(
     read = scaled if latents is None else latents
     gated = ExpertWeights(gate_up, gate_up_scales, gate_up_bias)
     projected = ExpertWeights(down, down_scales, down_bias)
-    is_plain = gate_up_lora is None and down_lora is None and activation.num_projections == 2
-    takes = partial(experts_packed_sm90.takes, formats=formats, tiles=tiles)
-    if not is_plain or not takes(read, gated, projected):
+    is_adapted = gate_up_lora is not None or down_lora is not None
+    how = {"formats": formats, "activation": activation, "tiles": tiles}
+    if is_adapted or not experts_packed_sm90.takes(read, gated, projected, **how):
         tiles = tiles.loaded
     chosen = route(
         scaled if scored is None else scored,

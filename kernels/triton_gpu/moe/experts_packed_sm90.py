@@ -2,7 +2,8 @@
 
 Outputs are the rows of the MMA, slots its columns. TMA copies blocks of packed words to a ring in
 shared memory, which also has the rows of the slots. A program loads all scales of its outputs at
-its start. The down GEMM copies its first words before the gate-up GEMM ends.
+its start, those of FP8 some steps ahead. The down GEMM copies its first words before the gate-up
+GEMM ends.
 
 Accumulation is one chain along the inputs, a weight is dequantised as by `block_loaders`, and the
 epilogues compute as in `experts`, so the bits equal those kernels'.
@@ -18,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import ExpertsTiles
-from kernels.triton_gpu.gemm.activation import act_and_mul
+from kernels.triton_gpu.gemm.activation import act_and_mul, relu_squared
 from kernels.triton_gpu.gemm.linear_sm90 import is_on_hopper
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertGemmSizes, ExpertWeights
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
@@ -40,7 +41,8 @@ from kernels.triton_gpu.moe.moe_align import ExpertBlocks
 from kernels.triton_gpu.moe.router import RouterChunks
 from shared.models.activation import Activation
 
-FORMATS = ("int4_w4a16", "mxfp4_w4a16")
+_FP8 = "fp8_w8a16"
+FORMATS = (_FP8, "int4_w4a16", "mxfp4_w4a16")
 """Formats with a dequantisation in the main loop."""
 _MOST_OUTPUTS = 64
 """Maximum outputs of a tile, a chunk of squares."""
@@ -55,37 +57,51 @@ def takes(
     down: ExpertWeights,
     *,
     formats: tuple[str, str],
+    activation: Activation,
     tiles: ExpertsTiles,
 ) -> bool:
-    """Returns whether `launch_gated` and `launch_down` support a block with a gate."""
-    inner = gate_up.weights.shape[1] // 2
+    """Returns whether `launch_gated` and `launch_down` support a block; without a gate FP8 only."""
+    halves = activation.num_projections
+    inner = gate_up.weights.shape[1] // halves
     if not tiles.copies_packed or not is_on_hopper() or x.dtype != torch.bfloat16:
         return False
-    is_tile = max(2 * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS and tiles.slots <= 32
+    if formats != (_FP8, _FP8) and (_FP8 in formats or halves == 1):
+        return False
+    is_tile = max(halves * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS
+    is_tile &= tiles.slots <= 32
     is_whole = x.shape[1] % 8 == 0 and inner % 8 == 0
     each = zip((gate_up, down), formats, strict=True)
     return is_tile and is_whole and all(_is_supported(stored, name) for stored, name in each)
 
 
 def _is_supported(stored: ExpertWeights, format: str) -> bool:
-    """Returns whether a line of words has whole int32 of scales, and each output its own scales."""
-    if format not in FORMATS:
-        return False
+    """Returns whether a line of words has whole int32 of scales, and each output its own scales.
+
+    FP8 scales can have any layout.
+    """
+    if format not in FORMATS or format == _FP8:
+        return format == _FP8
     outputs, words = stored.weights.shape[1:]
     of_line = stored.scales.shape[-1] * stored.scales.element_size() * WORDS.value // words
     return stored.scales.shape[1] == outputs and of_line % 4 == 0
 
 
 def _config(
-    stored: ExpertWeights, sizes: ExpertGemmSizes, tiles: ExpertsTiles, *, is_down: bool
+    stored: ExpertWeights,
+    sizes: ExpertGemmSizes,
+    tiles: ExpertsTiles,
+    halves: int,
+    *,
+    is_down: bool,
 ) -> PackedExpertConfig:
-    halves = 1 if is_down else 2
     columns, depth = (
         (tiles.down_columns, tiles.down_depth) if is_down else (tiles.columns, tiles.depth)
     )
     in_line = WORDS.value * sizes.loads.format.packed
     lines = max(1, depth // in_line)
     scales = stored.scales.shape[-1] * stored.scales.element_size() // 4
+    if sizes.loads.format.name == _FP8:
+        scales = 0
     of_line = scales * WORDS.value // sizes.loads.weight.row
     steps = -(-sizes.K // (lines * in_line))
     return PackedExpertConfig(
@@ -135,7 +151,7 @@ def launch_gated(
       num_tiles: Tiles of slots.
       launching: Launch options, see `launching` in `linear`.
     """
-    config = _config(gate_up, sizes, tiles, is_down=False)
+    config = _config(gate_up, sizes, tiles, activation.num_projections, is_down=False)
     _gated_packed_sm90_kernel[(num_tiles * triton.cdiv(sizes.N, tiles.columns),)](
         scaled,
         scaled if squares is None else squares,
@@ -174,7 +190,7 @@ def launch_down(
 
     Args: See `launch_gated`, and the kernel of `experts`.
     """
-    config = _config(down, sizes, tiles, is_down=True)
+    config = _config(down, sizes, tiles, 1, is_down=True)
     _down_packed_sm90_kernel[(num_tiles * triton.cdiv(sizes.N, tiles.down_columns),)](
         inner,
         _described(down, config),
@@ -209,11 +225,14 @@ def _gated_packed_sm90_kernel(
     config: gl.constexpr,
     is_launched: gl.constexpr,
 ):
-    """One program per tile of slots and block of outputs; gate and up rows form one tile."""
+    """One program per tile of slots and block of outputs; gate and up rows form one tile.
+
+    Without a gate a tile has the up rows only.
+    """
     N: gl.constexpr = sizes.N
-    columns: gl.constexpr = config.width // 2
+    is_gated: gl.constexpr = config.halves == 2
+    columns: gl.constexpr = config.width // config.halves
     blocks: gl.constexpr = (N + columns - 1) // columns
-    warps: gl.constexpr = config.width // ROWS
     if is_launched:
         gdc_wait()
     tile = slots_of(gl.program_id(0) // blocks, ids_at, expert_blocks, config)
@@ -221,7 +240,7 @@ def _gated_packed_sm90_kernel(
         return
     first = gl.program_id(0) % blocks * columns
     ring = allocated(words_of, sizes, config)
-    begin_words(words_of, stored, tile, first, ring, sizes, config)
+    scales = begin_words(words_of, stored, tile, first, ring, sizes, config)
     row = tile.slots // sizes.slots
     begin_rows(x_at, row, tile, ring, sizes, config)
     if is_launched:  # the down GEMM may copy its first words
@@ -236,26 +255,35 @@ def _gated_packed_sm90_kernel(
         at = squares_at + of_row.to(gl.int64)[:, None] * chunks.count + chunk[None, :]
         total = add_up(gl.load(at, mask=is_chunk, other=0.0), chunks.digits)
         scale = gl.rsqrt(total * (1.0 / sizes.K) + eps)
-    acc = product_of(words_of, x_at, row, tile, first, ring, sizes, config)
-    acc = gl.permute(gl.reshape(acc, (warps, 2, 8, config.lanes)), (0, 2, 3, 1))
-    gate, up = gl.split(acc)
-    gate = gl.reshape(gate, (columns, config.lanes))
-    up = gl.reshape(up, (columns, config.lanes))
-    layout: gl.constexpr = gate.type.layout
+    acc = product_of(words_of, x_at, row, tile, first, ring, scales, sizes, config)
+    gate, up = acc, acc
+    if is_gated:
+        gate, up = _gate_and_up(acc, config)
+    layout: gl.constexpr = up.type.layout
     scale = gl.convert_layout(scale, gl.SliceLayout(0, layout))[None, :]
     gate, up = gate * scale, up * scale
     column = first + gl.arange(0, columns, gl.SliceLayout(1, layout))
     is_column = column < N
     if sizes.is_biased:
-        bias = stored.bias + tile.expert.to(gl.int64) * (2 * N) + column
+        bias = stored.bias + tile.expert.to(gl.int64) * (config.halves * N) + column
         gate += gl.load(bias, mask=is_column, other=0.0).to(gl.float32)[:, None]
-        up += gl.load(bias + N, mask=is_column, other=0.0).to(gl.float32)[:, None]
-    out = act_and_mul(gate, up, activation)
+        if is_gated:
+            up += gl.load(bias + N, mask=is_column, other=0.0).to(gl.float32)[:, None]
+    out = act_and_mul(gate, up, activation) if is_gated else relu_squared(gate)
     lane = gl.arange(0, config.lanes, gl.SliceLayout(0, layout))
     slots = at_lanes(tile.slots, lane, config)
     place = slots.to(gl.int64)[None, :] * N + column[:, None]
     keep = (lane < tile.count)[None, :] & is_column[:, None]
     gl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def _gate_and_up(acc, config: gl.constexpr):
+    """Returns the outputs of the gate and of up, each `[columns, lanes]`."""
+    columns: gl.constexpr = config.width // 2
+    acc = gl.reshape(acc, (columns // 8, 2, 8, config.lanes))
+    gate, up = gl.split(gl.permute(acc, (0, 2, 3, 1)))
+    return gl.reshape(gate, (columns, config.lanes)), gl.reshape(up, (columns, config.lanes))
 
 
 @gluon.jit
@@ -285,15 +313,16 @@ def _down_packed_sm90_kernel(
             gdc_wait()
         return
     ring = allocated(words_of, sizes, config)
-    begin_words(words_of, stored, tile, block * config.width, ring, sizes, config)
+    first = block * config.width
+    scales = begin_words(words_of, stored, tile, first, ring, sizes, config)
     if is_launched:
         gdc_wait()
     begin_rows(x_at, tile.slots, tile, ring, sizes, config)
     if is_launched:
         gdc_launch_dependents()
-    acc = product_of(words_of, x_at, tile.slots, tile, block * config.width, ring, sizes, config)
+    acc = product_of(words_of, x_at, tile.slots, tile, first, ring, scales, sizes, config)
     layout: gl.constexpr = acc.type.layout
-    column = block * config.width + gl.arange(0, config.width, gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, config.width, gl.SliceLayout(1, layout))
     is_column = column < N
     if sizes.is_biased:
         bias = stored.bias + tile.expert.to(gl.int64) * N + column

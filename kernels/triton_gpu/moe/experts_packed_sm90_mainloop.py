@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
-from kernels.triton_gpu.gemm.linear_sm90_mainloop import int4_pair, int4_scales
+from kernels.triton_gpu.gemm.linear_sm90_mainloop import fp8_pair, int4_pair, int4_scales
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
 from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 
@@ -18,6 +18,8 @@ LANES = gl.constexpr(8)
 """Columns of an MMA."""
 ROWS = gl.constexpr(16)
 """Rows of an MMA, the outputs of a warp."""
+_AHEAD = gl.constexpr(512)
+"""Inputs from the loaded FP8 scales to the used ones."""
 
 # The names differ between versions of Triton.
 _copy_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -33,7 +35,7 @@ class PackedExpertConfig(NamedTuple):
       width, halves: Outputs of a tile; 2 if half of them are of the gate and half of up, else 1.
       stages, lines: Stages of the ring, and lines of words in each.
       scale_words, scales_of_line, scale_rows: Words of an output's scales, in memory, for a line,
-        and in shared memory.
+        and in shared memory; 0 for FP8.
       is_grouped: Whether tiles are expert blocks.
     """
 
@@ -54,13 +56,24 @@ class PackedExpertRing(NamedTuple):
     Attributes:
       words, rows: Ring of blocks of the weight, and of the rows.
       full: Barriers: the words of a stage are loaded.
-      scales: All scales of the outputs.
     """
 
     words: Any
     rows: Any
     full: Any
-    scales: Any
+
+
+class FP8Scales(NamedTuple):
+    """Scales of the outputs of a thread, a column per line of words.
+
+    Attributes:
+      at, is_output: Pointers to the first scales of outputs, and mask of the outputs in bounds.
+      later: Scales of the next steps.
+    """
+
+    at: Any
+    is_output: Any
+    later: Any
 
 
 @gluon.jit
@@ -94,7 +107,6 @@ def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
     step: gl.constexpr = config.lines * WORDS * sizes.loads.format.packed
     rows: gl.constexpr = config.lanes if config.is_grouped else 1
     swizzle: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if config.is_grouped else 1, [1, 0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     stages: gl.constexpr = config.stages
     ring = PackedExpertRing(
         words=gl.allocate_shared_memory(
@@ -102,7 +114,6 @@ def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
         ),
         rows=gl.allocate_shared_memory(gl.bfloat16, [stages, rows, step], swizzle),
         full=gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout()),
-        scales=gl.allocate_shared_memory(gl.int32, [config.scale_rows, config.width], flat),
     )
     for i in gl.static_range(stages):
         mbarrier.init(ring.full.index(i), count=1)
@@ -112,22 +123,87 @@ def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def begin_words(words_of, stored, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
-    """Copies the first words, and all scales."""
+    """Copies the first words; returns all scales in shared memory, or the first `FP8Scales`."""
     first_steps: gl.constexpr = config.stages - 1
     for step in gl.static_range(first_steps):
         _copy_words(words_of, tile, first, step, step, ring, sizes, config)
+    if sizes.loads.format.name == "fp8_w8a16":
+        scales = _first_scales(stored, tile, first, sizes, config)
+    else:
+        scales = _copied_scales(stored, tile, first, sizes, config)
+    return scales
+
+
+@gluon.jit
+def _copied_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies all scales to shared memory, which is returned by its words."""
     warps: gl.constexpr = config.width // ROWS
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
     lane = gl.arange(0, config.width, gl.SliceLayout(0, layout))
+    output, is_output = _outputs_of(lane, tile, first, sizes, config)
+    word = gl.arange(0, config.scale_rows, gl.SliceLayout(1, layout))
+    at = stored.scales.to(gl.pointer_type(gl.int32), bitcast=True)
+    at = at + output.to(gl.int64)[None, :] * config.scale_words + word[:, None]
+    mask = is_output[None, :] & (word < config.scale_words)[:, None]
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scales = gl.allocate_shared_memory(gl.int32, [config.scale_rows, config.width], flat)
+    _copy_elements(scales, at, mask)
+    return _viewed(scales, gl.int32, [config.scale_rows, config.width], of_word)
+
+
+@gluon.jit
+def _outputs_of(lane, tile, first, sizes: gl.constexpr, config: gl.constexpr):
+    """Returns the outputs of rows of a product among those of all experts, and their mask."""
     column, half = first + lane, 0
     if config.halves == 2:  # eight of gate, and the same of up, as `_load_words` returns them
         column, half = first + lane // 16 * 8 + lane % 8, lane // 8 % 2
     output = (tile.expert * config.halves + half) * sizes.N + column
-    word = gl.arange(0, config.scale_rows, gl.SliceLayout(1, layout))
-    scales = stored.scales.to(gl.pointer_type(gl.int32), bitcast=True)
-    at = scales + output.to(gl.int64)[None, :] * config.scale_words + word[:, None]
-    mask = (column < sizes.N)[None, :] & (word < config.scale_words)[:, None]
-    _copy_elements(ring.scales, at, mask)
+    return output, column < sizes.N
+
+
+@gluon.jit
+def _first_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexpr):
+    """Loads the FP8 scales of the first steps, or the only one of each output."""
+    lines: gl.constexpr = config.lines
+    of_scales: gl.constexpr = sizes.loads.format.scales
+    ahead: gl.constexpr = max(1, _AHEAD // (lines * WORDS * sizes.loads.format.packed))
+    layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, WORDS))
+    lane = gl.arange(0, config.width, layout)
+    output, is_output = _outputs_of(lane, tile, first, sizes, config)
+    at = stored.scales + (output // of_scales.outputs).to(gl.int64) * of_scales.scales_in
+    later = ()
+    if of_scales.scales_in == 1:
+        scale = _load_scale(at, is_output, sizes)
+        for _ in gl.static_range(lines):
+            later += (scale,)
+    else:
+        for step in gl.static_range(ahead):
+            later += (_scales_of_step(at, is_output, step, sizes, config),)
+    return FP8Scales(at=at, is_output=is_output, later=later)
+
+
+@gluon.jit
+def _scales_of_step(at, is_output, step, sizes: gl.constexpr, config: gl.constexpr):
+    """Loads the FP8 scales of each line of a step, or some others after the last."""
+    lines: gl.constexpr = config.lines
+    count: gl.constexpr = sizes.loads.format.scales.scales_in
+    is_whole: gl.constexpr = count % lines == 0
+    first = gl.minimum(step, count // lines - 1) * lines if is_whole else step * lines
+    scales = ()
+    for line in gl.static_range(lines):
+        number = first + line if is_whole else gl.minimum(first + line, count - 1)
+        scales += (_load_scale(at + number, is_output, sizes),)
+    return scales
+
+
+@gluon.jit
+def _load_scale(at, is_output, sizes: gl.constexpr):
+    """Loads an FP8 scale of each output; a bfloat16 is in the lower bits of an int32."""
+    scale = gl.load(at) if sizes.loads.weight.has_all else gl.load(at, mask=is_output, other=0.0)
+    if scale.dtype == gl.bfloat16:  # otherwise the loop moves two scales to one register
+        scale = scale.to(gl.int16, bitcast=True).to(gl.int32)
+    return scale
 
 
 @gluon.jit
@@ -170,15 +246,21 @@ def _copy_rows(x_at, row, tile, step, slot, ring, sizes: gl.constexpr, config: g
 
 
 @gluon.jit
-def product_of(words_of, x_at, row, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
-    """Multiplies the outputs of a tile with its slots, [outputs, lanes]."""
+def product_of(
+    words_of, x_at, row, tile, first, ring, scales, sizes: gl.constexpr, config: gl.constexpr
+):
+    """Multiplies the outputs of a tile with its slots, [outputs, lanes].
+
+    The scales are the result of `begin_words`.
+    """
     stages: gl.constexpr = config.stages
     lines: gl.constexpr = config.lines
     depth: gl.constexpr = lines * WORDS * sizes.loads.format.packed
     steps: gl.constexpr = (sizes.K + depth - 1) // depth
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [config.width // ROWS, 1], [16, 8])
-    of_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scales = _viewed(ring.scales, gl.int32, [config.scale_rows, config.width], of_word)
+    is_fp8: gl.constexpr = sizes.loads.format.name == "fp8_w8a16"
+    ahead: gl.constexpr = max(1, _AHEAD // depth)
+    later = scales.later if is_fp8 else scales
     acc = gl.full((config.width, config.lanes), 0.0, gl.float32, sums)
     slot = 0
     phase = 0
@@ -188,10 +270,17 @@ def product_of(words_of, x_at, row, tile, first, ring, sizes: gl.constexpr, conf
         free = (slot + stages - 1) % stages
         _copy_words(words_of, tile, first, step + stages - 1, free, ring, sizes, config)
         _copy_rows(x_at, row, tile, step + stages - 1, free, ring, sizes, config)
+        own = later
+        if is_fp8 and sizes.loads.format.scales.scales_in > 1:
+            own = later[0]
+            at, mask = scales.at, scales.is_output
+            later = later[1:] + (_scales_of_step(at, mask, step + ahead, sizes, config),)
         for line in gl.static_range(lines):
             number = step * lines + line
             words = _load_words(ring.words.index(slot * lines + line), config)
-            acc = _add_line(acc, words, scales, number, ring.rows.index(slot), line, sizes, config)
+            x = ring.rows.index(slot)
+            stored = own[line] if is_fp8 else _scales_of_line(scales, number, sizes, config)
+            acc = _add_line(acc, words, stored, x, line, sizes, config)
         slot += 1
         if slot == stages:
             slot = 0
@@ -200,20 +289,27 @@ def product_of(words_of, x_at, row, tile, first, ring, sizes: gl.constexpr, conf
 
 
 @gluon.jit
-def _add_line(
-    acc, words, scales, number, x, line: gl.constexpr, sizes: gl.constexpr, config: gl.constexpr
-):
+def _scales_of_line(scales, number, sizes: gl.constexpr, config: gl.constexpr):
+    """Loads the words of a line's scales from shared memory."""
+    format: gl.constexpr = sizes.loads.format
+    count: gl.constexpr = config.scales_of_line
+    layout: gl.constexpr = gl.SliceLayout(
+        1, _words_layout(config.width, format.inputs // format.parts)
+    )
+    stored = ()
+    for word in gl.static_range(count):
+        stored += (scales.index(number * count + word).load(layout),)
+    return stored
+
+
+@gluon.jit
+def _add_line(acc, words, stored, x, line: gl.constexpr, sizes: gl.constexpr, config: gl.constexpr):
     """Adds the products of a line of words, in input order."""
     format: gl.constexpr = sizes.loads.format
     in_line: gl.constexpr = WORDS * format.packed
     part: gl.constexpr = format.inputs // format.parts
     blocks: gl.constexpr = in_line // format.inputs
     pairs: gl.constexpr = format.parts // 2
-    count: gl.constexpr = config.scales_of_line
-    layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, part))
-    stored = ()
-    for word in gl.static_range(count):
-        stored += (scales.index(number * count + word).load(layout),)
     for block in gl.static_range(blocks):
         own = _block_of(words, block, part)
         for byte in gl.static_range(pairs):
@@ -237,13 +333,19 @@ def _add_pair(
     format: gl.constexpr = sizes.loads.format
     part: gl.constexpr = format.inputs // format.parts
     at: gl.constexpr = block * format.inputs + 2 * byte * part
-    group: gl.constexpr = sizes.loads.weight.row * format.packed // format.scales.scales_in
-    one_scale = _scale_of(stored, at // group, format)
-    two_scale = _scale_of(stored, (at + part) // group, format)
-    if format.name == "mxfp4_w4a16":
-        one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
+    if format.name == "fp8_w8a16":
+        scale = stored
+        if scale.dtype == gl.int32:
+            scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
+        one, two = fp8_pair(words, scale[:, None], byte)
     else:
-        one, two = int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
+        group: gl.constexpr = sizes.loads.weight.row * format.packed // format.scales.scales_in
+        one_scale = _scale_of(stored, at // group, format)
+        two_scale = _scale_of(stored, (at + part) // group, format)
+        if format.name == "mxfp4_w4a16":
+            one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
+        else:
+            one, two = int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
     acc = _add(acc, one, x, first + at, config)
     return _add(acc, two, x, first + at + part, config)
 

@@ -195,6 +195,13 @@ TABLE += [
     for name, config in LARGE.items()
     for case in large_cases(name, 2048, config, rows=(1, 4, 8, 32, 128, 512))
 ]
+TABLE += large_cases(
+    "FP8 64 of 512 and one",
+    2048,
+    LARGE["64 of 512 and one"],
+    rows=(1, 4, 8, 32),
+    quantized=QUANTIZED["FP8"],
+)
 TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
 TABLE += large_cases(
     "INT4 scales, 32 of 704",
