@@ -17,7 +17,8 @@ import pytest
 
 from kernels.tiles import MEASURED, ExpertsTiles, Tiles
 from shared.models.activation import GELU_TANH, RELU2, SWIGLU_OAI, Activation
-from shared.models.formats.four_bit import PARTS, padded
+from shared.models.formats import four_bit
+from shared.models.formats.weight_format import SCALES, VALUES
 from shared.spec.reduction_order import SQUARES
 from tests.support.experts_kernels import (
     HALF,
@@ -300,6 +301,9 @@ COPIED = {
         has_biases=True
     ),
     "FP8, partial blocks": Case(40, 160, 208, routing(12, 4), quantized="FP8"),
+    "FP8, partial blocks, whole lines": LARGE["of 704, INT4"]._replace(
+        quantized="FP8", has_biases=True
+    ),
 }
 DEEP = {"depth": 512, "down_depth": 512}
 SHALLOW = {"depth": 128, "down_depth": 128, "stages": 5, "down_stages": 5}
@@ -325,8 +329,12 @@ def copied(slots: int, changed: dict[str, int]) -> ExpertsTiles:
     return tiles(grouped=slots > 0, **how)
 
 
-def is_copied_in_pallas(case: Case) -> bool:
-    return case.quantized == "MXFP4" and case.inner % 64 == 0
+def is_copied_in_pallas(case: Case, changed: dict[str, int]) -> bool:
+    sizes, depth = (case.hidden, case.inner), changed.get("depth", 256)
+    is_whole = all(size % 64 == 0 for size in sizes)
+    if case.quantized == "MXFP4":
+        is_whole &= all(depth % four_bit.block_of(size) == 0 for size in sizes)
+    return case.quantized in ("MXFP4", "FP8") and case.activation.is_gated and is_whole
 
 
 @on_a_gpu
@@ -338,8 +346,8 @@ def test_experts_packed_sm90_bitwise_equal(
 ) -> None:
     """The results of kernels that copy packed weights by TMA, and of those that do not."""
     case = COPIED[name]
-    is_cut = changed in (NARROW, SHALLOW)
-    if language == "pallas" and (is_cut or not is_copied_in_pallas(case)):
+    is_copied = is_copied_in_pallas(case, changed) and changed != NARROW
+    if language == "pallas" and not is_copied:
         pytest.skip("unsupported in Pallas")
     module = KERNELS[language]["experts"].experts_packed_sm90
     cut = tiles(grouped=slots > 0)
@@ -353,8 +361,11 @@ def test_experts_packed_sm90_bitwise_equal(
 @on_a_gpu
 @each_language
 @each_way
-def test_experts_packed_sm90_nan_row_spoils_only_itself(grouped: bool, language: str) -> None:
-    case = COPIED["MXFP4"]
+@pytest.mark.parametrize("name", ["MXFP4", "FP8"])
+def test_experts_packed_sm90_nan_row_spoils_only_itself(
+    name: str, grouped: bool, language: str
+) -> None:
+    case = COPIED[name]
     cut = tiles(grouped=grouped, copies_packed=True, depth=256, down_depth=256)
     block, nan = block_of(case), {}
     for field in ("rows", "scaled", "squares"):
@@ -395,8 +406,10 @@ def test_pallas_experts_packed_sm90_takes_whole_lines(
     monkeypatch.setattr(module, "has_mosaic", lambda: True)
 
     def stored(outputs: int, inputs: int) -> Any:
-        words = jax.ShapeDtypeStruct((1, 12, outputs, padded(inputs) // PARTS), jnp.int32)
-        return module.ExpertWeights(words, None, None)
+        shape = (1, 12, outputs, four_bit.padded(inputs))
+        planes = (case.format.planes(shape)[name] for name in (VALUES, SCALES))
+        words, scales = (jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in planes)
+        return module.ExpertWeights(words, scales, None)
 
     found = module.takes(
         jax.ShapeDtypeStruct((rows, case.hidden), jnp.bfloat16),
@@ -408,4 +421,4 @@ def test_pallas_experts_packed_sm90_takes_whole_lines(
         is_adapted=False,
         tiles=copied(slots, changed),
     )
-    assert found == is_copied_in_pallas(case)
+    assert found == is_copied_in_pallas(case, changed)

@@ -30,7 +30,7 @@ GROUP = 128
 """Inputs of a scale."""
 PAIR = 64
 """Inputs of a product: two parts of a block."""
-_AHEAD = 1024
+AHEAD = 1024
 """Inputs from the loaded scales to the used ones, divided among gate and up."""
 _IN_FLIGHT = 2
 """Products that the tensor cores have yet to finish while the next part is dequantised; 1 of them
@@ -78,7 +78,7 @@ def sums_of(refs, shared, work, format, column, begin):
     """
     tiles, layer = work.tiles, refs.layer[0]
     groups, inputs = tiles.depth // GROUP, FORMATS[format]
-    blocks, ahead = tiles.depth // inputs, max(1, _AHEAD // work.weights // tiles.depth)
+    blocks, ahead = tiles.depth // inputs, max(1, AHEAD // work.weights // tiles.depth)
     outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
     share, _ = shares_of(refs.weights.shape, refs.scales.shape)
     in_flight = _IN_FLIGHT // work.weights
@@ -108,7 +108,7 @@ def sums_of(refs, shared, work, format, column, begin):
                 for number in range(inputs // PAIR):
                     first = block * inputs + number * PAIR
                     x = shared.rows.at[slot, :, pl.ds(first, PAIR)]
-                    weight = _dequantised(words, scales[i][first // GROUP], number, format)
+                    weight = dequantised(words, scales[i][first // GROUP], number, format)
                     plgpu.wgmma(sums_ref, weight, x.transpose((1, 0)))
                     plgpu.wgmma_wait(in_flight)
                     products += 1
@@ -136,7 +136,7 @@ def _stored(refs, layer, output, share, group):
     return plgpu.load(at, layout=LAYOUT.reduce(1), optimized=False)
 
 
-def _dequantised(words, stored, number, format):
+def dequantised(words, stored, number, format):
     """Dequantises two neighbouring parts of a block as an operand of WGMMA in registers."""
     if format == "int4_w4a16":
         scales = int4_scales(stored)

@@ -159,7 +159,7 @@ def experts(
         )
     if is_copied:
         selected = {"ids": chosen.ids, "expert_blocks": expert_blocks, "layer": layer}
-        how = {"eps": eps, "activation": activation}
+        how = {"eps": eps, "activation": activation, "format": formats[0]}
         sums = {"squares_order": squares_order, "tiles": tiles}
         parts = experts_packed_sm90.outputs_of_slots(
             read, squares, stored, stored_down, **selected, **how, **sums

@@ -1,4 +1,4 @@
-"""WGMMA GEMMs of experts with packed MXFP4 weights (Pallas, Mosaic GPU).
+"""WGMMA GEMMs of experts with packed FP8 or MXFP4 weights (Pallas, Mosaic GPU).
 
 A program has a tile of slots and `WIDE` outputs of its expert: 32 of the gate and the same of up,
 or 64 of down. Outputs are the wide side of the tensor core, slots the narrow one. Without expert
@@ -27,22 +27,23 @@ from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertWeights
 from kernels.pallas_gpu.gemm.ptx import LAYOUT, sum_of
 from kernels.pallas_gpu.moe.experts_packed_sm90_mainloop import (
+    FORMATS,
+    FP8,
     GROUP,
     PackedExpertsBuffers,
     PackedExpertsWork,
     copy_blocks,
+    packed_block,
     sums_of,
 )
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks
 from kernels.tiles import ExpertsTiles
 from shared.models.activation import Activation
-from shared.models.formats.four_bit import PARTS, block_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import SquaresOrder
 
 _SCALE_ROWS = 16
 """Multiple of the rows of `scales_of`."""
-FORMAT = "mxfp4_w4a16"
-"""Format with a dequantisation below."""
 
 
 class PackedExpertsRefs(NamedTuple):
@@ -72,15 +73,21 @@ def takes(
     is_adapted: bool,
     tiles: ExpertsTiles,
 ) -> bool:
-    """Returns whether the functions below support a block: MXFP4 experts of one rank with a gate.
+    """Returns whether the functions below support a block: experts of one rank with a gate.
 
-    The rows of the inner columns are those of tiles, so another rank could not gather them.
+    They are MXFP4, or FP8 with scales of blocks. The rows of the inner columns are those of tiles,
+    so another rank could not gather them.
     """
-    if not tiles.copies_packed or formats != (FORMAT, FORMAT) or is_adapted or not has_mosaic():
+    if not tiles.copies_packed or is_adapted or not has_mosaic():
         return False
-    hidden, inner = x.shape[1], down.weights.shape[3] * PARTS
+    format, *others = formats
+    if format not in FORMATS or others != [format]:
+        return False
+    if format == FP8 and not all(map(_has_block_scales, (gate_up, down))):
+        return False
+    hidden, inner = x.shape[1], down.weights.shape[3] * FORMATS[format]
     depths = (hidden, tiles.depth), (inner, tiles.down_depth)
-    is_whole = all(depth % block_of(inputs) == 0 for inputs, depth in depths)
+    is_whole = all(depth % packed_block(format, inputs) == 0 for inputs, depth in depths)
     # A rank of several has a share of the outputs of down.
     is_whole &= hidden % WIDE == 0 and down.weights.shape[2] == hidden
     # A copy of rows has whole lines of the inner columns.
@@ -88,6 +95,14 @@ def takes(
     is_small = tiles.slots <= 32 if tiles.grouped else len(x) < LINES
     is_gated = squares is not None and activation.is_gated
     return is_whole and is_small and is_gated and x.dtype == jnp.bfloat16
+
+
+def _has_block_scales(stored):
+    """Returns whether FP8 scales are bfloat16, one for each block of outputs and inputs."""
+    of_outputs, scales_in = shares_of(stored.weights.shape, stored.scales.shape)
+    inputs = stored.weights.shape[3] * FORMATS[FP8]
+    is_block = of_outputs == FP8_BLOCK and scales_in == inputs // FP8_BLOCK
+    return is_block and stored.scales.dtype == jnp.bfloat16
 
 
 def outputs_of_slots(
@@ -102,10 +117,12 @@ def outputs_of_slots(
     eps: float,
     activation: Activation,
     squares_order: SquaresOrder,
+    format: str,
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots hidden"]:
     """Computes the output of its expert for every slot; for the arguments see `experts`."""
-    how = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer, "tiles": tiles}
+    how = {"ids": ids, "expert_blocks": expert_blocks, "layer": layer}
+    how |= {"format": format, "tiles": tiles}
     of_rows = {"eps": eps, "activation": activation, "squares_order": squares_order}
     inner = act_and_mul_linear(scaled, squares, gate_up, **of_rows, **how)
     return linear(inner, down, **how)
@@ -122,6 +139,7 @@ def act_and_mul_linear(
     eps: float,
     activation: Activation,
     squares_order: SquaresOrder,
+    format: str,
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots inner"]:
     """Same as `experts.act_and_mul_linear`; with expert blocks, the result has their lanes."""
@@ -141,6 +159,7 @@ def act_and_mul_linear(
         rows_of=slots,
         has_all_rows=has_all,
         activation=activation,
+        format=format,
         tiles=tiles,
     )
 
@@ -152,6 +171,7 @@ def linear(
     expert_blocks: ExpertBlocks | None,
     layer: Int[jax.Array, ""],
     *,
+    format: str,
     tiles: ExpertsTiles,
 ) -> Float[jax.Array, "all_slots hidden"]:
     """Computes the down GEMM of every slot, from the result of `act_and_mul_linear`."""
@@ -164,6 +184,7 @@ def linear(
         rows_of=1,
         has_all_rows=False,
         activation=None,
+        format=format,
         tiles=tiles,
     )
 
@@ -184,7 +205,9 @@ def whole_lines(rows: int) -> int:
 
 
 # Jitted so that a program contains it once for all layers, as `linear_sm90`.
-@functools.partial(jax.jit, static_argnames=("rows_of", "has_all_rows", "activation", "tiles"))
+@functools.partial(
+    jax.jit, static_argnames=("rows_of", "has_all_rows", "activation", "format", "tiles")
+)
 def _product(
     operands,
     stored,
@@ -195,14 +218,17 @@ def _product(
     rows_of,
     has_all_rows,
     activation,
+    format,
     tiles,
 ):
     """Multiplies the rows of all tiles with their experts; without an activation for down."""
     is_gated, is_grouped = activation is not None, expert_blocks is not None
     (R, slots), (layers, experts, outputs, words) = ids.shape, stored.weights.shape
     outputs //= 2 if is_gated else 1
-    # Scales of consecutive outputs are consecutive bytes, which one copy reads.
-    scales = stored.scales.reshape(layers, experts, -1)
+    scales = stored.scales
+    if format != FP8:
+        # Scales of consecutive outputs are consecutive bytes, which one copy reads.
+        scales = scales.reshape(layers, experts, -1)
     operands |= {"weights": stored.weights, "scales": scales, "layer": layer.reshape(1)}
     operands["ids"] = ids
     if is_grouped:
@@ -213,7 +239,8 @@ def _product(
     num_tiles = len(expert_blocks.counts) if is_grouped else R * slots
     work = PackedExpertsWork(
         operands=tuple(operands),
-        inputs=words * PARTS,
+        format=format,
+        inputs=words * FORMATS[format],
         outputs=outputs,
         columns=WIDE // (2 if is_gated else 1),
         is_gated=is_gated,
@@ -253,19 +280,20 @@ def _buffers(work, bias):
         layout = plgpu.TilingTransform((LINES, line)), swizzle
         return plgpu.SMEM((work.stages, rows, columns), dtype, transforms=layout)
 
-    groups, more = work.inputs // GROUP, {}
+    copies, more = WIDE // work.columns, {}
+    if work.format != FP8:
+        more["scales"] = plgpu.SMEM((WIDE * (work.inputs // GROUP),), jnp.uint8)
     if bias is not None:
         more["bias"] = plgpu.SMEM((WIDE,), bias.dtype)
+    if more:
+        more["ready"] = plgpu.Barrier(num_arrivals=copies * len(more))
     if work.is_gated:
         more["sums"] = plgpu.SMEM((WIDE + work.columns, work.lanes), jnp.float32)
-    copies = WIDE // work.columns
     return PackedExpertsBuffers(
         rows=ring(work.lanes, work.depth, LINE_BYTES // 2, jnp.bfloat16),
-        words=ring(WIDE, work.depth // PARTS, work.words, jnp.int32),
+        words=ring(WIDE, work.depth // work.packed, work.words, jnp.int32),
         full=plgpu.Barrier(num_arrivals=1 + copies, num_barriers=work.stages),
         free=plgpu.Barrier(num_barriers=work.stages),
-        scales=plgpu.SMEM((WIDE * groups,), jnp.uint8),
-        ready=plgpu.Barrier(num_arrivals=copies * (1 if bias is None else 2)),
         out=plgpu.SMEM((work.lanes, WIDE), work.out_type),
         **more,
     )
@@ -290,7 +318,7 @@ def _packed_kernel(*refs, work, **shared):
     @pl.when((lax.axis_index("group") == 0) & (count > 0))
     def _multiply():
         norms = _norms(refs, work, tile) if work.is_gated else None
-        sums = sums_of(shared, work)
+        sums = sums_of(refs, shared, work, expert, column)
         if norms is not None:
             sums = sums * norms
         if refs.bias is not None:

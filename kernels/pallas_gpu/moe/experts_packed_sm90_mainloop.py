@@ -1,8 +1,9 @@
-"""Main loop of the WGMMA GEMMs of experts with packed MXFP4 weights (Pallas, Mosaic GPU).
+"""Main loop of the WGMMA GEMMs of experts with packed weights (Pallas, Mosaic GPU).
 
 One producer warpgroup copies blocks of packed words and of the rows into a ring in shared memory,
-and all scales of the outputs at the start. The consumer warpgroup dequantises a part of a block in
-registers while the tensor cores multiply the part before it.
+and all MXFP4 scales of the outputs at the start. The consumer warpgroup dequantises a part of a
+block in registers while the tensor cores multiply the part before it. It loads FP8 scales some
+steps ahead.
 """
 
 import functools
@@ -20,16 +21,21 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from kernels.pallas_gpu.gemm.linear_epilogue import WIDE
+from kernels.pallas_gpu.gemm.linear_packed_sm90_mainloop import AHEAD, dequantised
 from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINES
 from kernels.pallas_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 from kernels.pallas_gpu.gemm.ptx import LAYOUT
 from shared.models.activation import Activation
-from shared.models.formats.four_bit import PARTS, block_of
+from shared.models.formats.four_bit import block_of
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 
+FP8 = "fp8_w8a16"
+FORMATS = {FP8: 4, "mxfp4_w4a16": 8}
+"""Formats with a dequantisation below, and their inputs in an int32."""
 GROUP = 32
-"""Inputs of a scale, a byte."""
+"""Inputs of an MXFP4 scale, a byte."""
 FOUR = 4 * GROUP
-"""Inputs of four scales, which are read at once."""
+"""Inputs of four MXFP4 scales, which are read at once."""
 PRODUCT = 64
 """Inputs that are dequantised and multiplied at once."""
 _IN_FLIGHT = 2
@@ -42,6 +48,7 @@ class PackedExpertsWork:
 
     Attributes:
       operands: Their names, in order.
+      format: Name of the weight format.
       inputs: Inputs of the weight, with those that fill its last block.
       outputs: Outputs of a projection.
       columns: Outputs of a projection of a program.
@@ -57,6 +64,7 @@ class PackedExpertsWork:
     """
 
     operands: tuple[str, ...]
+    format: str
     inputs: int
     outputs: int
     columns: int
@@ -83,15 +91,24 @@ class PackedExpertsWork:
         group = tile if self.is_grouped else lax.div(lax.div(tile, self.rows_of), LINES)
         return group * self.lanes
 
+    def firsts(self, column: Any) -> list[Any]:
+        """Returns the first outputs of a program, by its first column: of gate and up, or one."""
+        return [column + i * self.outputs for i in range(WIDE // self.columns)]
+
+    @property
+    def packed(self) -> int:
+        """Returns the inputs in a word."""
+        return FORMATS[self.format]
+
     @property
     def block(self) -> int:
         """Returns the inputs of a packed block."""
-        return block_of(self.inputs)
+        return packed_block(self.format, self.inputs)
 
     @property
     def words(self) -> int:
         """Returns the words of an output in a packed block, a line in shared memory."""
-        return self.block // PARTS
+        return self.block // self.packed
 
 
 class PackedExpertsBuffers(NamedTuple):
@@ -100,7 +117,7 @@ class PackedExpertsBuffers(NamedTuple):
     Attributes:
       rows, words: Rings of blocks.
       full, free: Barriers of the rings: a block is loaded, and is consumed.
-      scales, bias: Scales and biases of all outputs.
+      scales, bias: MXFP4 scales and biases of all outputs.
       ready: Barrier: both are loaded.
       sums: Accumulators, which bring gate and up of an output together.
       out: Result, slots by outputs.
@@ -110,17 +127,22 @@ class PackedExpertsBuffers(NamedTuple):
     words: Any
     full: Any
     free: Any
-    scales: Any
-    ready: Any
     out: Any
+    scales: Any = None
     bias: Any = None
+    ready: Any = None
     sums: Any = None
+
+
+def packed_block(format: str, inputs: int) -> int:
+    """Returns the inputs of a packed block of a weight."""
+    return FP8_BLOCK if format == FP8 else block_of(inputs)
 
 
 def copy_blocks(refs, shared, work, tile, expert, column):
     """Producer: copies scales, biases and all blocks; elements out of bounds are zero."""
-    layer, words, groups = refs.layer[0], work.depth // PARTS, work.inputs // GROUP
-    firsts = [column + i * work.outputs for i in range(WIDE // work.columns)]
+    layer, words, groups = refs.layer[0], work.depth // work.packed, work.inputs // GROUP
+    firsts = work.firsts(column)
     weight_ref = refs.weights.at[layer, expert]
     row = work.first_row(tile)
 
@@ -141,9 +163,10 @@ def copy_blocks(refs, shared, work, tile, expert, column):
 
     in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
     for i, first in enumerate(firsts):
-        at = refs.scales.at[layer, expert, pl.ds(first * groups, work.columns * groups)]
-        place = shared.scales.at[pl.ds(i * work.columns * groups, work.columns * groups)]
-        plgpu.copy_gmem_to_smem(at, place, shared.ready, oob_mode=in_bounds)
+        if shared.scales is not None:
+            at = refs.scales.at[layer, expert, pl.ds(first * groups, work.columns * groups)]
+            place = shared.scales.at[pl.ds(i * work.columns * groups, work.columns * groups)]
+            plgpu.copy_gmem_to_smem(at, place, shared.ready, oob_mode=in_bounds)
         if refs.bias is not None:
             at = refs.bias.at[layer, expert, pl.ds(first, work.columns)]
             place = shared.bias.at[pl.ds(i * work.columns, work.columns)]
@@ -151,12 +174,15 @@ def copy_blocks(refs, shared, work, tile, expert, column):
     lax.fori_loop(0, work.steps, copy, None)
 
 
-def sums_of(shared, work):
+def sums_of(refs, shared, work, expert, column):
     """Consumer: multiplies the blocks of the ring; returns the accumulators, outputs by slots."""
-    groups = work.inputs // GROUP
+    groups, ahead = work.inputs // GROUP, max(1, AHEAD // work.depth)
+    scales_at = functools.partial(_fp8_scales, refs, work, expert, column)
 
     def add_all(sums_ref):
-        def add(k, _):
+        def add(k, later):
+            if work.format == FP8:
+                loaded, *later = [*later, scales_at(k + ahead)]
             slot = lax.rem(k, work.stages)
 
             # Products in flight are of the previous step: those of the step before are complete.
@@ -167,23 +193,49 @@ def sums_of(shared, work):
             plgpu.barrier_wait(shared.full.at[slot])
             for inputs in range(0, work.depth, PRODUCT):
                 if inputs % work.block == 0:
-                    at = pl.ds(inputs // PARTS, work.words)
+                    at = pl.ds(inputs // work.packed, work.words)
                     words = plgpu.load(shared.words.at[slot, :, at], layout=LAYOUT)
-                if inputs % FOUR == 0:
-                    # The scales of inputs that do not exist must be finite.
-                    at = jnp.minimum(k * work.depth + inputs, work.inputs - FOUR) // FOUR
-                    scales = _four_scales(shared.scales, at, groups)
-                weight = _dequantised(words, scales, inputs, work)
+                if work.format == FP8:
+                    number, inner = divmod(inputs, FP8_BLOCK)
+                    scales = _column_of(loaded[number], work)
+                    weight = dequantised(words, scales, inner // PRODUCT, FP8)
+                else:
+                    if inputs % FOUR == 0:
+                        # The scales of inputs that do not exist must be finite.
+                        at = jnp.minimum(k * work.depth + inputs, work.inputs - FOUR) // FOUR
+                        scales = _four_scales(shared.scales, at, groups)
+                    weight = _mxfp4(words, scales, inputs, work)
                 x = shared.rows.at[slot, :, pl.ds(inputs, PRODUCT)]
                 plgpu.wgmma(sums_ref, weight, x.transpose((1, 0)))
                 plgpu.wgmma_wait(_IN_FLIGHT)
+            return tuple(later)
 
-        plgpu.barrier_wait(shared.ready)
-        lax.fori_loop(0, work.steps, add, None)
+        if shared.ready is not None:
+            plgpu.barrier_wait(shared.ready)
+        later = map(scales_at, range(ahead)) if work.format == FP8 else ()
+        lax.fori_loop(0, work.steps, add, tuple(later))
         plgpu.wgmma_wait(0)
         return sums_ref[...]
 
     return pl.run_scoped(add_all, plgpu.ACC((WIDE, work.lanes), jnp.float32))
+
+
+def _fp8_scales(refs, work, expert, column, step):
+    """Loads the scales of each block of a step: of gate and up, or one; the last ones after it."""
+    layer, blocks = refs.layer[0], work.depth // FP8_BLOCK
+    numbers = [step * blocks + i for i in range(blocks)]
+    numbers = [jnp.minimum(number, work.inputs // FP8_BLOCK - 1) for number in numbers]
+    firsts = [lax.div(first, FP8_BLOCK) for first in work.firsts(column)]
+    return [[refs.scales[layer, expert, first, number] for first in firsts] for number in numbers]
+
+
+def _column_of(scales, work):
+    """Returns the scales of the outputs of a program as a column, or one scale of all."""
+    gate, *up = scales
+    if not up:
+        return gate
+    row = plgpu.broadcasted_iota(jnp.int32, (WIDE,), 0, layout=LAYOUT.reduce(1))
+    return jnp.where(row < work.columns, gate, up[0])
 
 
 def _four_scales(scales_ref, at, groups):
@@ -207,7 +259,7 @@ def _four_scales(scales_ref, at, groups):
     return apply(scales_ref.at[pl.ds(4 * at, (WIDE - 1) * groups + 4)])
 
 
-def _dequantised(words, scales, inputs, work):
+def _mxfp4(words, scales, inputs, work):
     """Dequantises the inputs of a product as an operand of WGMMA in registers.
 
     Args:

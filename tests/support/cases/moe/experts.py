@@ -232,4 +232,9 @@ MXFP4 = large_cases(
 )
 COPIED = {"copies_packed": 1, "depth": 256, "down_depth": 256}
 TABLE += MXFP4
-TABLE += [replace(case, name=f"{case.name}, by TMA", tiles=COPIED) for case in MXFP4[:2]]
+BY_TMA = ("MXFP4 8 of 2880", "FP8 64 of 512 and one")
+TABLE += [
+    replace(case, name=f"{case.name}, by TMA", tiles=COPIED)
+    for case in TABLE
+    if case.name in [f"{name}, {R} rows" for name in BY_TMA for R in (1, 32)]
+]
