@@ -4,11 +4,12 @@
     python -m bench.kernels.aot --only delta_mix EAGLE3
 
 Kernels come first, in the large cases of their operations' tests. A kernel may not spill registers
-or exceed the shared memory of a block. Whole decode and prefill steps follow, as a server with
-default flags prepares them. Each must be one command buffer without large copies by XLA, without a
-sort, and within the memory of its plan. Last are the starts of all shipped models with their
-drafters on 1, 2, 4 and 8 ranks: their programs are lowered, and each kernel is compiled once. Only
-the first layers of a model are used, since the others are equal. Nothing is timed.
+or exceed the shared memory of a block, and one by Mosaic GPU may have no misaligned vector access.
+Whole decode and prefill steps follow, as a server with default flags prepares them. Each must be
+one command buffer without large copies by XLA, without a sort, and within the memory of its plan.
+Last are the starts of all shipped models with their drafters on 1, 2, 4 and 8 ranks: their programs
+are lowered, and each kernel is compiled once. Only the first layers of a model are used, since the
+others are equal. Nothing is timed.
 
 The environment is a separate one, made by `make aot`.
 """

@@ -27,7 +27,14 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 from jax.stages import Lowered
 
-from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
+from bench.kernels.compiled import (
+    Kernel,
+    Thunk,
+    misaligned_access,
+    read_mosaic,
+    read_ptxas,
+    read_thunks,
+)
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
 from jax_impl.mesh import RankMesh
@@ -143,8 +150,9 @@ def _compiled(lowered: Lowered) -> Compiled:
 
 
 def _of_mosaic(path: Path) -> Kernel:
-    passes = path.with_suffix(".mlir-passes.log")
-    return read_mosaic(path.read_text(encoding="utf-8"), passes.read_text(encoding="utf-8"))
+    passes, ptx = (path.with_suffix(each) for each in (".mlir-passes.log", ".ptx"))
+    text, passes, ptx = (x.read_text(encoding="utf-8") for x in (path, passes, ptx))
+    return replace(read_mosaic(text, passes), misaligned=misaligned_access(ptx))
 
 
 def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:

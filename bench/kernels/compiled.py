@@ -30,6 +30,7 @@ _SERIALISED = re.compile(
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<what>[\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _NAMED = re.compile(r"\b(?:kernel_)?name=\"(\w+)\"")
+_VECTOR = re.compile(r"\b((?:ld|st)\.\S*v(\d)\.[bfsu](\d+))\s+[^;\[]*(\[[^\]+]+\+(-?\d+)\])")
 _MOSAIC = "_mosaic_gpu_kernel"
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _NO_WORK = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
@@ -64,6 +65,7 @@ class Kernel:
       spilled_bytes: Bytes of spill stores or loads per thread.
       shared_bytes: Shared memory per block.
       serialised: Reason why WGMMA instructions are serialised; empty if they are not.
+      misaligned: Misaligned vector access, see `misaligned_access`; empty if there is none.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Kernel:
     spilled_bytes: int
     shared_bytes: int
     serialised: str = ""
+    misaligned: str = ""
 
     @property
     def source(self) -> str:
@@ -122,6 +125,19 @@ def read_mosaic(text: str, passes: str) -> Kernel:
         raise ValueError("the dump of Mosaic GPU has no kernel or no shared memory size")
     (kernel,) = read_ptxas(text, [Thunk("", f"{name[1]}{_MOSAIC}", 0, int(shared[1]))])
     return replace(kernel, name=name[1])
+
+
+def misaligned_access(ptx: str) -> str:
+    """Returns a vector load or store at a constant offset that is no multiple of its size, or "".
+
+    Base registers are assumed to be aligned: a compiler puts constants into the offset. Mosaic GPU
+    vectorises by layout, whatever the strides of an array are.
+    """
+    for found in _VECTOR.finditer(ptx):
+        instruction, count, bits, address, offset = found.groups()
+        if int(offset) % (int(count) * int(bits) // 8):
+            return f"{instruction} {address}"
+    return ""
 
 
 def read_thunks(text: str) -> list[Thunk]:
@@ -184,6 +200,8 @@ def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
     if kernel.spilled_bytes > most:
         beyond = f", and {most} are excused" if known else ""
         yield f"{kernel.name} of {case} spills {kernel.spilled_bytes} bytes{beyond}"
+    if kernel.misaligned:
+        yield f"{kernel.name} of {case} has a misaligned vector access: {kernel.misaligned}"
     if kernel.shared_bytes > MOST_SHARED_BYTES:
         held, most = kernel.shared_bytes, MOST_SHARED_BYTES
         yield (

@@ -19,6 +19,7 @@ from bench.kernels.compiled import (
     faults_of_operations,
     faults_of_order,
     kernel_names,
+    misaligned_access,
     read_mosaic,
     read_ptxas,
     read_thunks,
@@ -108,6 +109,25 @@ def test_read_mosaic_returns_kernel_and_shared_memory():
             ValueError, match="the dump of Mosaic GPU has no kernel or no shared memory size"
         ):
             read_mosaic(text, other)
+
+
+@pytest.mark.parametrize(
+    ("access", "want"),
+    [
+        ("ld.v2.b32 \t{%r1, %r2}, [%rd5+148]", "ld.v2.b32 [%rd5+148]"),
+        ("st.shared.v4.b32 \t[%rd5+8], {%r1, %r2, %r3, %r4}", "st.shared.v4.b32 [%rd5+8]"),
+        ("ld.global.v2.f32 \t{%f1, %f2}, [%rd5+-4]", "ld.global.v2.f32 [%rd5+-4]"),
+        ("ld.v2.b32 \t{%r1, %r2}, [%rd5+152]", ""),
+        ("ld.shared.v2.b16 \t{%rs1, %rs2}, [%rd5+148]", ""),
+        ("ld.b32 \t%r1, [%rd5+148]", ""),
+        ("ld.v2.b32 \t{%r1, %r2}, [%rd5];\n\tst.b32 \t[%rd5+148], %r1", ""),
+    ],
+)
+def test_misaligned_access_finds_vectors_at_odd_offsets(access: str, want: str) -> None:
+    found = misaligned_access(f"\tmov.b64 \t%rd5, 0;\n\t{access};\n")
+    assert found == want
+    faults = list(faults_of_kernel(Kernel("mix", 255, 0, 0, misaligned=found), "a case"))
+    assert faults == [f"mix of a case has a misaligned vector access: {want}"] * bool(want)
 
 
 def test_read_thunks_returns_kind_kernel_and_depth():
