@@ -176,7 +176,8 @@ def copy_blocks(refs, shared, work, tile, expert, column):
 
 def sums_of(refs, shared, work, expert, column):
     """Consumer: multiplies the blocks of the ring; returns the accumulators, outputs by slots."""
-    groups, ahead = work.inputs // GROUP, max(1, AHEAD // work.depth)
+    groups, parts = work.inputs // GROUP, WIDE // work.columns
+    ahead = max(1, AHEAD // parts // work.depth)
     scales_at = functools.partial(_fp8_scales, refs, work, expert, column)
 
     def add_all(sums_ref):
