@@ -156,7 +156,8 @@ class LinearTiles:
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
         which one adds the segments. Otherwise one program computes all segments of a tile.
       trigger: When the next kernel may launch, in `linear_swap_ab` of Triton: 0 after the last
-        copies, 1 when the previous kernel has ended, 2 at the start.
+        copies, 1 when the previous kernel has ended, 2 the same, but at the start of a GEMM that is
+        added to the residual stream.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated", "one_segment")

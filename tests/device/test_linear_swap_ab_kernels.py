@@ -96,8 +96,9 @@ def test_triton_swap_ab_keeps_nan_in_its_row(rows: int, copied_calls: list[int])
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("trigger", [0, 1, 2])
+@pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("rows", [1, 32])
-def test_triton_swap_ab_waits_for_previous_gemm(rows: int, trigger: int) -> None:
+def test_triton_swap_ab_waits_for_previous_gemm(rows: int, is_added: bool, trigger: int) -> None:
     """GEMMs of a captured graph, each of the result of the one before, overlap and stay equal."""
     product = KERNELS["triton"]["linear"].product
     size, layers, replays = 2048, 24, 20
@@ -108,7 +109,8 @@ def test_triton_swap_ab_waits_for_previous_gemm(rows: int, trigger: int) -> None
     def chained(cut: LinearTiles) -> torch.Tensor:
         out = x
         for weight in weights:
-            out = product(out, weight, None, tiles=cut, **how)[0]
+            stream = out if is_added else None
+            out = product(out, weight, None, added=stream, tiles=cut, **how)[0]
         return out
 
     want = chained(tiles())

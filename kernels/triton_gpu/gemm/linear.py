@@ -207,8 +207,9 @@ def launching(x: Tensor) -> dict[str, bool]:
     """Returns compile and launch options of a kernel; the interpreter has no launch options.
 
     Multiply-add fusion is off: same bits as Pallas. A kernel may launch before the previous one
-    ends (programmatic dependent launch), so each waits before it accesses memory that another
-    kernel uses.
+    ends (programmatic dependent launch), so each waits before it accesses memory that the previous
+    kernel uses. Kernels before that have ended, except at the launch after a GEMM that is added to
+    the residual stream, see `LinearTiles.trigger`.
     """
     if not x.is_cuda:
         return {"is_launched": False}

@@ -103,7 +103,8 @@ class GemmTiling:
         tiles = tiles if is_wide else tiles.narrowed
         if not (is_wide or is_copied):
             is_plain = format == PLAIN
-            tiles = tiles.loaded(swapped=is_plain, most_stages=8 if is_plain else 4)
+            is_swapped = is_plain and not is_gated
+            tiles = tiles.loaded(swapped=is_swapped, most_stages=8 if is_plain else 4)
         least = 8 if is_copied else 16
         rows = tiles.rows if is_wide else min(tiles.rows, max(least, triton.next_power_of_2(R)))
         tiles = tiles.adapted(rows, is_gated=is_gated) if is_adapted else tiles
@@ -195,13 +196,15 @@ class GemmTiling:
         self, *, is_persistent: bool, is_separate: bool, is_interpreted: bool
     ) -> GemmTileConfig:
         """Returns the constants of the kernels."""
-        is_packed, is_plain = self.format.packed > 1, self.format.name == PLAIN
+        is_packed = self.format.packed > 1
+        # TMA needs no masks, and a kernel for some rows and one for all would be the same.
+        may_have_all = self.format.name == PLAIN and not self.tiles.copies_swapped
         pointers = "row" if is_packed else "step"
         loads = TileLoads.of(
             self.format,
             "descriptor" if self.is_described else pointers,
             self.K,
-            has_all_rows=is_plain and self.R % self.rows == 0,
+            has_all_rows=may_have_all and self.R % self.rows == 0,
             has_all_outputs=self.format.name == FP8_W8A8 or self.N % self.tiles.columns == 0,
             is_interpreted=is_interpreted,
             is_pair=self.is_pair and not is_packed,

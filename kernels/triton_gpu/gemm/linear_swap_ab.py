@@ -210,7 +210,9 @@ def _copy(
     begin = 0
     if config.is_separate:
         begin = gl.program_id(1) * steps
-    if is_launched and config.trigger == 2:
+    # The kernel after an added GEMM waits before it reads what other kernels write.
+    is_first: gl.constexpr = config.trigger == 2 and sizes.is_added
+    if is_launched and is_first:
         gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
@@ -218,7 +220,7 @@ def _copy(
         _copy_weight(weight_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
     if is_launched:
         gdc_wait()
-        if config.trigger == 1:
+        if config.trigger > 0 and not is_first:
             gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
