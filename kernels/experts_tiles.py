@@ -16,7 +16,8 @@ class ExpertsTiles:
       slots: Slots of a tile.
       swapped: Swap-AB: outputs, not slots, are the wide side of the tensor core.
       columns, depth: Outputs of a program of the gate-up GEMM, and inputs per step.
-      warps, stages: Warps and pipeline stages of its kernel.
+      warps, stages: Warps and pipeline stages of its kernel. If TMA copies weights, a warp has at
+        least 16 outputs.
       down_columns, down_depth, down_warps, down_stages: The same for the down GEMM.
       sum_columns, sum_warps: Outputs of a program that adds a row's slots, and its warps.
       router_rows, router_depth: Rows of a program that computes logits, of which one selects for

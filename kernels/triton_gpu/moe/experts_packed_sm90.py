@@ -35,7 +35,6 @@ from kernels.triton_gpu.moe.experts_packed_sm90_mainloop import (
     begin_words,
     product_of,
     slots_of,
-    squares_layout,
 )
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks
 from kernels.triton_gpu.moe.router import RouterChunks
@@ -44,8 +43,8 @@ from shared.models.activation import Activation
 _FP8 = "fp8_w8a16"
 FORMATS = (_FP8, "int4_w4a16", "mxfp4_w4a16")
 """Formats with a dequantisation in the main loop."""
-_MOST_OUTPUTS = 64
-"""Maximum outputs of a tile, a chunk of squares."""
+_MOST_OUTPUTS, _MOST_OF_DOWN = 128, 64
+"""Maximum outputs of a tile of gate and up, and of down, a chunk of squares."""
 
 # The name differs between versions of Triton.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -67,7 +66,7 @@ def takes(
         return False
     if formats != (_FP8, _FP8) and (_FP8 in formats or halves == 1):
         return False
-    is_tile = max(halves * tiles.columns, tiles.down_columns) <= _MOST_OUTPUTS
+    is_tile = halves * tiles.columns <= _MOST_OUTPUTS and tiles.down_columns <= _MOST_OF_DOWN
     is_tile &= tiles.slots <= 32
     is_whole = x.shape[1] % 8 == 0 and inner % 8 == 0
     each = zip((gate_up, down), formats, strict=True)
@@ -94,9 +93,9 @@ def _config(
     *,
     is_down: bool,
 ) -> PackedExpertConfig:
-    columns, depth = (
-        (tiles.down_columns, tiles.down_depth) if is_down else (tiles.columns, tiles.depth)
-    )
+    gate_up = tiles.columns, tiles.depth, tiles.warps
+    down = tiles.down_columns, tiles.down_depth, tiles.down_warps
+    columns, depth, warps = down if is_down else gate_up
     in_line = WORDS.value * sizes.loads.format.packed
     lines = max(1, depth // in_line)
     scales = stored.scales.shape[-1] * stored.scales.element_size() // 4
@@ -107,6 +106,7 @@ def _config(
     return PackedExpertConfig(
         lanes=tiles.slots if tiles.grouped else LANES.value,
         width=halves * columns,
+        warps=min(warps, halves * columns // ROWS.value),
         halves=halves,
         stages=tiles.down_stages if is_down else tiles.stages,
         lines=lines,
@@ -165,7 +165,7 @@ def launch_gated(
         sizes=sizes,
         chunks=chunks,
         config=config,
-        num_warps=config.width // ROWS.value,
+        num_warps=config.warps,
         **launching,
     )
 
@@ -204,7 +204,7 @@ def launch_down(
         sizes=sizes,
         sums=sums,
         config=config,
-        num_warps=config.width // ROWS.value,
+        num_warps=config.warps,
         **launching,
     )
 
@@ -245,7 +245,7 @@ def _gated_packed_sm90_kernel(
     begin_rows(x_at, row, tile, ring, sizes, config)
     if is_launched:  # the down GEMM may copy its first words
         gdc_launch_dependents()
-    of_squares: gl.constexpr = squares_layout(chunks.spread, config)
+    of_squares: gl.constexpr = _squares_layout(chunks.spread, config)
     scale = gl.full((config.lanes,), 1.0, gl.float32, gl.SliceLayout(1, of_squares))
     if chunks.count > 0:
         lane = gl.arange(0, config.lanes, gl.SliceLayout(1, of_squares))
@@ -359,7 +359,7 @@ def _add_slots(
     """Same as `expert_sums.add_slots`, for one chunk of squares."""
     N: gl.constexpr = sizes.N
     slots: gl.constexpr = sizes.slots
-    warps: gl.constexpr = config.width // ROWS
+    warps: gl.constexpr = config.warps
     chunks: gl.constexpr = (N + sums.length - 1) // sums.length
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [1, warps], [1, 0])
     column = gl.arange(0, sums.length, gl.SliceLayout(0, layout)) + chunk * sums.length
@@ -382,3 +382,11 @@ def _add_slots(
     squares = add_up(squares[None, :], sums.digits)
     at = gl.full((1,), 0, gl.int32, gl.SliceLayout(1, layout)) + chunk
     gl.store(stream.squares + row.to(gl.int64) * chunks + at, squares)
+
+
+@gluon.constexpr_function
+def _squares_layout(chunks, config):
+    """Returns the layout in which warps load rows of squares, up to four per thread."""
+    each = min(chunks, 4)
+    threads = min(chunks // each, 8)
+    return gl.BlockedLayout([1, each], [32 // threads, threads], [config.warps, 1], [1, 0])

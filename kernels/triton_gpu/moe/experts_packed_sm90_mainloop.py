@@ -17,7 +17,7 @@ WORDS = gl.constexpr(32)
 LANES = gl.constexpr(8)
 """Columns of an MMA."""
 ROWS = gl.constexpr(16)
-"""Rows of an MMA, the outputs of a warp."""
+"""Rows of an MMA."""
 _AHEAD = gl.constexpr(512)
 """Inputs from the loaded FP8 scales to the used ones."""
 
@@ -33,6 +33,7 @@ class PackedExpertConfig(NamedTuple):
     Attributes:
       lanes: Columns of the product: slots of an expert block, or copies of one slot.
       width, halves: Outputs of a tile; 2 if half of them are of the gate and half of up, else 1.
+      warps: Warps, each with `ROWS` outputs or a multiple.
       stages, lines: Stages of the ring, and lines of words in each.
       scale_words, scales_of_line, scale_rows: Words of an output's scales, in memory, for a line,
         and in shared memory; 0 for FP8.
@@ -41,6 +42,7 @@ class PackedExpertConfig(NamedTuple):
 
     lanes: int
     width: int
+    warps: int
     halves: int
     stages: int
     lines: int
@@ -137,8 +139,7 @@ def begin_words(words_of, stored, tile, first, ring, sizes: gl.constexpr, config
 @gluon.jit
 def _copied_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexpr):
     """Copies all scales to shared memory, which is returned by its words."""
-    warps: gl.constexpr = config.width // ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, warps], [0, 1])
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, config.warps], [0, 1])
     lane = gl.arange(0, config.width, gl.SliceLayout(0, layout))
     output, is_output = _outputs_of(lane, tile, first, sizes, config)
     word = gl.arange(0, config.scale_rows, gl.SliceLayout(1, layout))
@@ -168,7 +169,7 @@ def _first_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexpr
     lines: gl.constexpr = config.lines
     of_scales: gl.constexpr = sizes.loads.format.scales
     ahead: gl.constexpr = max(1, _AHEAD // (lines * WORDS * sizes.loads.format.packed))
-    layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, WORDS))
+    layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, config.warps, WORDS))
     lane = gl.arange(0, config.width, layout)
     output, is_output = _outputs_of(lane, tile, first, sizes, config)
     at = stored.scales + (output // of_scales.outputs).to(gl.int64) * of_scales.scales_in
@@ -257,7 +258,7 @@ def product_of(
     lines: gl.constexpr = config.lines
     depth: gl.constexpr = lines * WORDS * sizes.loads.format.packed
     steps: gl.constexpr = (sizes.K + depth - 1) // depth
-    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [config.width // ROWS, 1], [16, 8])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [config.warps, 1], [16, 8])
     is_fp8: gl.constexpr = sizes.loads.format.name == "fp8_w8a16"
     ahead: gl.constexpr = max(1, _AHEAD // depth)
     later = scales.later if is_fp8 else scales
@@ -294,7 +295,7 @@ def _scales_of_line(scales, number, sizes: gl.constexpr, config: gl.constexpr):
     format: gl.constexpr = sizes.loads.format
     count: gl.constexpr = config.scales_of_line
     layout: gl.constexpr = gl.SliceLayout(
-        1, _words_layout(config.width, format.inputs // format.parts)
+        1, _words_layout(config.width, config.warps, format.inputs // format.parts)
     )
     stored = ()
     for word in gl.static_range(count):
@@ -311,7 +312,7 @@ def _add_line(acc, words, stored, x, line: gl.constexpr, sizes: gl.constexpr, co
     blocks: gl.constexpr = in_line // format.inputs
     pairs: gl.constexpr = format.parts // 2
     for block in gl.static_range(blocks):
-        own = _block_of(words, block, part)
+        own = _block_of(words, block, part, config)
         for byte in gl.static_range(pairs):
             acc = _add_pair(acc, own, stored, x, block, byte, line * in_line, sizes, config)
     return acc
@@ -351,13 +352,15 @@ def _add_pair(
 
 
 @gluon.jit
-def _block_of(words, block: gl.constexpr, part: gl.constexpr):
+def _block_of(words, block: gl.constexpr, part: gl.constexpr, config: gl.constexpr):
     """Returns the words of a block of a line."""
     width: gl.constexpr = words.shape[0]
     own = words
     if part < WORDS:
         own = gl.split(gl.permute(gl.reshape(words, (width, 2, part)), (0, 2, 1)))[block]
-    return gl.convert_layout(own, _words_layout(width, part), assert_trivial=True)
+    return gl.convert_layout(
+        own, _words_layout(config.width, config.warps, part), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -377,7 +380,7 @@ def _add(acc, weight, x, first: gl.constexpr, config: gl.constexpr):
 def _load_words(place, config: gl.constexpr):
     """Loads a line of words of each output; a warp has the same columns of gate and up."""
     width: gl.constexpr = config.width
-    layout: gl.constexpr = _line_layout(width, config.halves)
+    layout: gl.constexpr = _line_layout(config.width, config.warps, config.halves)
     if config.halves == 1:
         words = place.reshape((width, WORDS)).load(layout)
     else:
@@ -418,32 +421,28 @@ def _scale_of(stored, group: gl.constexpr, format: gl.constexpr):
 @gluon.constexpr_function
 def _rows_layout(config):
     """Returns the layout in which warps copy rows, eight inputs per thread."""
-    return gl.BlockedLayout([1, 8], [1, 32], [config.width // ROWS, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [1, 32], [config.warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def squares_layout(chunks, config):
-    """Returns the layout in which warps load rows of squares, up to four per thread."""
-    each = min(chunks, 4)
-    threads = min(chunks // each, 8)
-    return gl.BlockedLayout([1, each], [32 // threads, threads], [config.width // ROWS, 1], [1, 0])
-
-
-@gluon.constexpr_function
-def _words_layout(width, columns):
+def _words_layout(width, warps, columns):
     """Returns the layout of some words that are an operand of the MMA, [outputs, columns]."""
     reg = [[0, 1], [8, 0]] + [[0, each] for each in (8, 16) if each < columns]
     lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    warp = [[16 << each, 0] for each in range((width // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(reg, lane, warp, [], [width, columns])
+    rows = [[16 << each, 0] for each in range((width // 16).bit_length() - 1)]
+    split = warps.bit_length() - 1
+    reg += rows[split:]
+    return gl.DistributedLinearLayout(reg, lane, rows[:split], [], [width, columns])
 
 
 @gluon.constexpr_function
-def _line_layout(width, halves):
+def _line_layout(width, warps, halves):
     """Returns the layout of lines of words, [outputs, words] or [2, outputs / 2, words]."""
     if halves == 1:
-        return _words_layout(width, 32)
+        return _words_layout(width, warps, 32)
     reg = [[0, 0, 1], [1, 0, 0], [0, 0, 8], [0, 0, 16]]
     lane = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    warp = [[0, 8 << each, 0] for each in range((width // 16).bit_length() - 1)]
-    return gl.DistributedLinearLayout(reg, lane, warp, [], [2, width // 2, 32])
+    rows = [[0, 8 << each, 0] for each in range((width // 16).bit_length() - 1)]
+    split = warps.bit_length() - 1
+    reg += rows[split:]
+    return gl.DistributedLinearLayout(reg, lane, rows[:split], [], [2, width // 2, 32])
