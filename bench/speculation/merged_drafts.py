@@ -30,11 +30,11 @@ import numpy as np
 
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
+from bench.speculation.adaptive import engine_of
 from bench.speculation.recorded_tiers import seconds_by_tier
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Program, ProgramFeature, StepKind
-from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
@@ -273,14 +273,7 @@ def _begun_anew(served: in_process_engine.Served, draft_share: float) -> Engine:
         has_experts=False,
         draft_share=draft_share,
     )
-    settled = served.memory.settled
-    return Engine(
-        served.last,
-        controller,
-        overlap=settled.overlap,
-        chunked_prefill_size=settled.prefill_chunk_size,
-        cache=NO_CACHE,
-    )
+    return engine_of(served, controller)
 
 
 def hash_of(texts: Sequence[Sequence[int]]) -> int:
