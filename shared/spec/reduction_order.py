@@ -12,6 +12,18 @@ import numpy as np
 from jaxtyping import Float32
 
 
+def _check_tiles(split: int, **tiles: int) -> None:
+    for name, tile in tiles.items():
+        if tile < 16 or tile & (tile - 1):
+            raise ValueError(f"{name} must be a power of two from 16, got {tile}")
+        _check_multiple("split", split, name, tile)
+
+
+def _check_multiple(name: str, value: int, unit: str, least: int) -> None:
+    if value < least or value % least:
+        raise ValueError(f"{name} must be a multiple of {unit} {least}, got {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionOrder:
     """Order of the sums over KV positions in `shared.spec.attention.attend` (split-KV).
@@ -34,14 +46,8 @@ class AttentionOrder:
     tile_float32: int
 
     def __post_init__(self) -> None:
-        for name in ("tile", "tile_float32"):
-            tile = getattr(self, name)
-            if tile < 16 or tile & (tile - 1):
-                raise ValueError(f"{name} must be a power of two from 16, got {tile}")
-            if self.split < tile or self.split % tile:
-                raise ValueError(f"split must be a multiple of {name} {tile}, got {self.split}")
-        if self.span < self.split or self.span % self.split:
-            raise ValueError(f"span must be a multiple of split {self.split}, got {self.span}")
+        _check_tiles(self.split, tile=self.tile, tile_float32=self.tile_float32)
+        _check_multiple("span", self.span, "split", self.split)
 
     def sizes_for(self, item_bytes: int) -> dict[str, int]:
         """Returns the positions of a span, a split and a tile for keys with elements of
@@ -76,16 +82,9 @@ class LatentAttentionOrder:
     tile_float32: int
 
     def __post_init__(self) -> None:
-        for name in ("tile", "tile_float32"):
-            tile = getattr(self, name)
-            if tile < 16 or tile & (tile - 1):
-                raise ValueError(f"{name} must be a power of two from 16, got {tile}")
-            if self.split < tile or self.split % tile:
-                raise ValueError(f"split must be a multiple of {name} {tile}, got {self.split}")
-        for name, unit in (("far_split", "split"), ("near", "far_split")):
-            value, least = getattr(self, name), getattr(self, unit)
-            if value < least or value % least:
-                raise ValueError(f"{name} must be a multiple of {unit} {least}, got {value}")
+        _check_tiles(self.split, tile=self.tile, tile_float32=self.tile_float32)
+        _check_multiple("far_split", self.far_split, "split", self.split)
+        _check_multiple("near", self.near, "far_split", self.far_split)
 
     def sizes_for(self, item_bytes: int) -> dict[str, int]:
         """Returns `near` and the positions of splits and tiles for rows with elements of
