@@ -22,9 +22,15 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from bench.kernels.compiled import Kernel, excuse, faults_of_kernel, kernel_names
+from bench.kernels.compiled import (
+    Kernel,
+    excuse,
+    faults_of_excuses,
+    faults_of_kernel,
+    kernel_names,
+)
 from bench.kernels.items import Found, items_of
-from bench.kernels.known_spills import EXCUSES, Excuse
+from bench.kernels.known_spills import PALLAS, Excuse
 from bench.kernels.workers import Bounded, Done, shared_out
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "pallas_gpu"
@@ -89,9 +95,7 @@ class Report:
         """Adds faults for kernels that were not compiled, and known spills that do not occur."""
         for name in sorted(kernel_names(KERNELS) - self.compiled):
             self.fail(f"the kernel {name} is compiled by no case and no step")
-        for known in EXCUSES:
-            for case in (case for case in known.cases if (known, case) not in self.needed):
-                self.fail(f"{known.kernel} of {case} is excused and spills nothing")
+        self.fail(*faults_of_excuses(PALLAS, self.needed))
 
     @property
     def summary(self) -> str:

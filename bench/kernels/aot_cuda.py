@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
+from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, misaligned_access, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
 from shared.boundary.tp_group import TPGroup
@@ -54,32 +54,33 @@ class Compiler:
 
     Attributes:
       names: Of the different kernels.
-      kernels: Those that were compiled since they were last taken.
+      kernels: Those that were called since they were last taken, if they are compiled.
     """
 
     def __init__(self, is_whole: bool) -> None:
         self.names, self.kernels = list[str](), list[Kernel]()
         self._is_whole, self._compiler = is_whole, import_module("triton.compiler.compiler")
-        self._compile, self._seen = self._compiler.compile, set[str]()
+        self._compile, self._seen = self._compiler.compile, dict[str, list[Kernel]]()
 
     def __call__(self, src: Any, target: Any, options: dict, **more: Any) -> Any:
         digest = f"{src.hash()} {sorted(options.items())}"
-        if digest in self._seen:
-            return None  # nothing that could be launched
-        self._seen.add(digest)
-        self.names.append(src.name)
-        if not self._is_whole:
-            self._read(src, target, options)
-            return None
+        if digest not in self._seen:
+            self.names.append(src.name)
+            take = self._whole if self._is_whole else self._read
+            self._seen[digest] = take(src, target, options, more)
+        self.kernels += self._seen[digest]
+        return None  # nothing that could be launched
+
+    def _whole(self, src: Any, target: Any, options: dict, more: dict) -> list[Kernel]:
         kernel = self._compile(src, target=target, options=options, **more)
         started = Thunk("kCustomKernel", src.name, 0, kernel.metadata.shared)
-        for found in read_ptxas(_assembled(kernel.asm["ptx"]), [started]):
-            self.kernels.append(found)
-            if found.shared_bytes > MOST_SHARED_BYTES:
-                raise ValueError(f"{found.name} exceeds the shared memory of a block")
-        return None
+        ptx = kernel.asm["ptx"]
+        for each in (found := read_ptxas(_assembled(ptx), [started])):
+            if each.shared_bytes > MOST_SHARED_BYTES:
+                raise ValueError(f"{each.name} exceeds the shared memory of a block")
+        return [replace(each, misaligned=misaligned_access(ptx)) for each in found]
 
-    def _read(self, src: Any, target: Any, options: dict) -> None:
+    def _read(self, src: Any, target: Any, options: dict, more: dict) -> list[Kernel]:
         backend = self._compiler.make_backend(target)
         parsed = backend.parse_options(dict(options))
         context = self._compiler.ir.context()
@@ -87,6 +88,7 @@ class Compiler:
         backend.load_dialects(context)
         found = backend.get_codegen_implementation(parsed), backend.get_module_map()
         src.make_ir(target, parsed, *found, context)
+        return []
 
 
 def _assembled(ptx: str) -> str:

@@ -1,7 +1,7 @@
 """Kernels that spill registers on an H200, with the reason for each.
 
-Other spills are faults of `bench.kernels.aot`, and so are unused lines here. Bytes are those of
-ptxas 13.5.
+Other spills are faults of `bench.kernels.aot` and `bench.kernels.aot_torch --whole`, and so are
+unused lines here. Bytes are those of ptxas 13.5 in Pallas, and of Triton 3.6.
 """
 
 from dataclasses import dataclass
@@ -79,22 +79,27 @@ PADDED = "what is summed over spans, of 256 columns"
 DEEP = "it keeps the best of 3,856 candidates; no known model requires it"
 TWO_SUMS = "sums of 512 latent columns, of a split and of all splits"
 HOISTED = "addresses and descriptors of shared memory, computed before the loops"
+JOINED = "a head joined with its choice"
 SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"
 FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = tuple(f"heads of {D}, prompt of 512" for D in (80, 96))
-DESCRIBED_PROMPTS = (
+WIDE_PROMPTS = tuple(f"heads of {D}, prompt of 512" for D in (192, 512))
+SM90_PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"described, {which}prompt of 2048" for which in ("", "hybrid, ", "hybrid, one group, ")),
     "shared KV, prompt of 512",
+)
+DESCRIBED_PROMPTS = (
+    *SM90_PROMPTS,
     *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED, COPIED_FED),
 )
 
-EXCUSES = (
-    Excuse("prefill_attention", ("heads of 192, prompt of 512",), 1916, PADDED),
+PALLAS = (
+    Excuse("prefill_attention", WIDE_PROMPTS[:1], 1916, PADDED),
     Excuse("prefill_attention", PROMPTS, 1600, OF_SPANS),
-    Excuse("prefill_attention", ("heads of 512, prompt of 512",), 496, OF_SPANS),
+    Excuse("prefill_attention", WIDE_PROMPTS[1:], 496, OF_SPANS),
     Excuse("latent_attention", LATENT_ALONE, 152, TWO_SUMS),
     Excuse("latent_attention_sm90", LATENT_PROMPTS, 400, HOISTED),
     Excuse("attention_sm90", DESCRIBED_PROMPTS, 900, OF_SPANS),
@@ -127,7 +132,52 @@ EXCUSES = (
     Excuse("find_threshold", (MARKED, PAIRED, COPIED, MAMBA2_OF_RANKS), 248, MANY_WARPS),
     Excuse("attention_layer", MIXES, 240, TIMED),
     Excuse("linear", CODES_OF_MANY, 320, TIMED),
-    Excuse("linear", HEADS, 1128, "a head joined with its choice, which no table takes"),
+    Excuse("linear", HEADS, 1128, f"{JOINED}, which no table takes"),
     Excuse("attention_layer", (*WIDE, MARKED, PAIRED, ASSISTANT_CHAINS), 96, SOME),
     Excuse("attention_layer", (TREES,), 84, "heads of 256 by 8 warps; by 4 it was 1,448 bytes"),
+)
+
+FEW_ROWS = (
+    *(f"1 x {rows} rows after 512" for rows in (1, 4)),
+    *(f"{sinks}1 x 1 rows after 4096" for sinks in ("", "sinks, ")),
+    "heads of 64, 8 x 4 rows after 512",
+    *(f"hybrid, {requests} x 16 rows after 512" for requests in (8, 32)),
+    "8 x 64 rows after 512",
+    "hybrid, 1 x 64 nodes after 512",
+)
+TREE_NODES = (
+    *(f"1 x {nodes} nodes after {context}" for nodes in (32, 64) for context in (512, 840)),
+    "separate, 1 x 64 nodes after 840",
+)
+MANY_ROWS = tuple(
+    f"{encoding}{what}, 2048 rows" for encoding in ("", "FP8 ", "INT4 ") for what in ("out", "down")
+)
+RANKED = tuple(f"{B} requests, {k} of each of {k} nodes" for B in (1, 8) for k in (4, 16))
+LEVELS = "sums of a tile, of a split and of a span at once"
+
+TRITON = (
+    Excuse("_attend_kernel", (*PROMPTS, *WIDE_PROMPTS), 1152, LEVELS),
+    Excuse("_attention_sm90_kernel", SM90_PROMPTS, 1344, LEVELS),
+    Excuse("_latent_attention_sm90_kernel", LATENT_PROMPTS, 432, LEVELS),
+    Excuse("_attend_latent_kernel", ("20 heads, 8 x 16 nodes after 4096",), 8, SOME),
+    Excuse("_attention_layer_kernel", FEW_ROWS, 116, SOME),
+    Excuse("_attention_layer_trees_kernel", TREE_NODES, 188, SOME),
+    Excuse("_carry_kernel", ("a prompt of 512, keys of 256",), 52, SOME),
+    Excuse(
+        "_head_product_kernel",
+        tuple(f"GLM-4.7-Flash, 8 x rank 64, {rows} rows" for rows in (1, 32)),
+        8,
+        SOME,
+    ),
+    Excuse("_product_kernel", MANY_ROWS, 8, SOME),
+    Excuse("_product_kernel", ("head, 256 rows, greedy", *WIDE_HEADS), 472, JOINED),
+    Excuse("_verify_kernel", tuple(f"{B} x chain of 4" for B in (8, 32)), 32, SOME),
+    Excuse("rows_kernel", ("1 requests, 16 of each of 16 nodes",), 4, SOME),
+    Excuse(
+        "rows_kernel",
+        ("head, 1 rows, greedy", "head, 8 rows, greedy", "head, 8 rows, at a temperature"),
+        4,
+        SOME,
+    ),
+    Excuse("threshold_kernel", RANKED, 4, SOME),
 )

@@ -25,7 +25,7 @@ from bench.kernels.compiled import (
     read_thunks,
 )
 from bench.kernels.items import RANKS, STEPS, Found, Item, Step, case_of, cases_of, items_of
-from bench.kernels.known_spills import EXCUSES
+from bench.kernels.known_spills import PALLAS, TRITON
 from bench.kernels.starts import SHAPES
 from bench.kernels.workers import Done
 
@@ -154,7 +154,7 @@ def test_faults_of_kernel_reports_spills_and_shared_memory():
 
 
 def test_known_spill_limits_bytes_per_kernel_and_case():
-    known = EXCUSES[0]
+    known = PALLAS[0]
     name, case, most = known.kernel, known.cases[0], known.max_bytes
     kernel = Kernel(f"{name}__1", 255, most, 0)
     assert not list(faults_of_kernel(kernel, case))
@@ -228,18 +228,19 @@ def test_report_names_uncompiled_kernels_and_unused_excuses(monkeypatch) -> None
     assert len(names) == calls + 2 + 6 + 3
     report = Report()
     report.compiled = names - {"attention_layer"}
-    report.needed = {(known, case) for known in EXCUSES for case in known.cases}
+    report.needed = {(known, case) for known in PALLAS for case in known.cases}
     report.check_completeness()
     assert report.faults == ["the kernel attention_layer is compiled by no case and no step"]
     report.compiled, report.needed, report.faults = names, set(), []
     report.check_completeness()
-    assert len(report.faults) == sum(len(known.cases) for known in EXCUSES)
+    assert len(report.faults) == sum(len(known.cases) for known in PALLAS)
     assert report.faults[0].endswith("is excused and spills nothing")
 
 
 def test_known_spills_name_existing_cases_and_steps() -> None:
     names = {case.name for case in cases_of([])} | set(map(str, STEPS)) | set(RANKS)
-    assert {case for known in EXCUSES for case in known.cases} <= names
+    assert {case for known in (*PALLAS, *TRITON) for case in known.cases} <= names
+    assert not {known.kernel for known in PALLAS} & {known.kernel for known in TRITON}
 
 
 def test_report_shows_xla_kernels_only_with_faults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,13 +5,18 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench.kernels.compiled import MOST_SHARED_BYTES
+from bench.kernels import aot_torch
+from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, faults_of_excuses
+from bench.kernels.items import items_of
+from bench.kernels.known_spills import TRITON
 from tests.support.op_case import table, tables
 
-# Not imported: the tests of kernels import it as an interpreter.
+# Triton is not imported: the tests of kernels import it as an interpreter.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -52,6 +57,23 @@ def test_aot_torch_whole_reports_kernel_resources() -> None:
     assert " ".join(case).startswith("8 rows")
     assert 16 <= int(registers) <= 64
     assert spilled == shared == "0"
+
+
+def test_aot_torch_reports_spills_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong, known = Kernel("_restore_kernel", 255, 8, 0), TRITON[0]
+    compiler = SimpleNamespace(names=[], kernels=[])
+    monkeypatch.setattr(aot_torch, "compiler_of", lambda is_whole: compiler)
+    monkeypatch.setattr(aot_torch, "run", lambda case: compiler.kernels.extend([wrong, wrong]))
+    restore, *_ = items_of(["slot_state: restore, "], Path())
+    found, _ = aot_torch.examined(restore, is_whole=True)
+    assert found.kernels == (wrong,)
+    assert found.faults == (f"_restore_kernel of {restore.case} spills 8 bytes",)
+    excused = next(item for item in items_of([], Path()) if item.case == known.cases[0])
+    spilled = Kernel(known.kernel, 255, known.max_bytes, 0)
+    monkeypatch.setattr(aot_torch, "run", lambda case: compiler.kernels.append(spilled))
+    assert not aot_torch.examined(excused, is_whole=True)[0].faults
+    (fault, *_) = faults_of_excuses([known], {(known, case) for case in known.cases[1:]})
+    assert fault == f"{known.kernel} of {known.cases[0]} is excused and spills nothing"
 
 
 def test_aot_torch_whole_float32_head_fits_shared_memory() -> None:
