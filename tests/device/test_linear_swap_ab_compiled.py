@@ -21,7 +21,7 @@ COPIED = {"swapped": True, "described": True, "persistent": False, "widens": Fal
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
-def compile(format, kind, segments=1, R=128, **change):
+def compile(format, kind, segments=1, R=128, K=K, **change):
     is_gated = kind == "gated"
     stored, packed = N * (1 + is_gated), PACKED.get(format)
     cut = COPIED | {"columns": 32 if is_gated else 64, "depth": 256, "separate": segments > 1}
@@ -56,6 +56,7 @@ with absent_cuda(is_whole=True) as compiler:
         compile("plain", kind, R=1, rows=16, depth=128, stages=6)
         compile("plain", kind, R=16, rows=16, depth=128, stages=5, trigger=1)
         compile("plain", kind, R=32, rows=32, depth=128, stages=4, trigger=2)
+        compile("plain", kind, R=1, K=2880, rows=16, depth=128, stages=6)
     for kernel in compiler.kernels:
         print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)
 """
@@ -73,7 +74,7 @@ def test_swap_ab_linear_compiles_without_spills(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILES]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 13, done.stderr
+    assert len(lines) == 15, done.stderr
     assert {(name, spilled) for name, spilled, *_ in lines} == {("_linear_swap_ab_kernel", "0")}
-    assert [registers for *_, registers, _ in lines] == ["128"] * 7 + ["80"] * 6
+    assert [registers for *_, registers, _ in lines] == ["128"] * 7 + ["80"] * 8
     assert max(int(shared) for *_, shared in lines[7:]) <= HALF_BYTES

@@ -46,13 +46,13 @@ def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("outputs", [832, 840])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3072, 832), (2880, 840)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", FEW + MANY)
 def test_triton_swap_ab_bitwise_equal(
-    rows: int, kind: str, outputs: int, copied_calls: list[int]
+    rows: int, kind: str, inputs: int, outputs: int, copied_calls: list[int]
 ) -> None:
-    given = {"R": rows, "K": 3072, "N": outputs, "kind": kind, "out_type": "bfloat16", "first": 0}
+    given = {"R": rows, "K": inputs, "N": outputs, "kind": kind, "out_type": "bfloat16", "first": 0}
     want = in_bfloat16("triton", cut=tiles(), **given)
     assert not copied_calls
     for cut in cuts(rows, kind):
@@ -140,14 +140,15 @@ def test_triton_swap_ab_tiles_without_tma_bitwise_equal(
 
 
 @pytest.mark.parametrize(
-    ("rows", "change", "weight", "taken"),
+    ("rows", "change", "weight", "segments", "taken"),
     [
-        (16, {"rows": 16}, torch.bfloat16, True),
-        (17, {"rows": 16}, torch.bfloat16, False),
-        (300, {"rows": 32}, torch.bfloat16, True),
-        (16, {"depth": 128}, torch.bfloat16, True),
-        (16, {"depth": 2048}, torch.bfloat16, False),
-        (16, {}, torch.float32, False),
+        (16, {"rows": 16}, torch.bfloat16, 1, True),
+        (17, {"rows": 16}, torch.bfloat16, 1, False),
+        (300, {"rows": 32}, torch.bfloat16, 1, True),
+        (16, {"depth": 128}, torch.bfloat16, 2, True),
+        (16, {"depth": 2048}, torch.bfloat16, 1, True),  # the last step is partial
+        (16, {"depth": 2048}, torch.bfloat16, 2, False),
+        (16, {}, torch.float32, 1, False),
     ],
     ids=str,
 )
@@ -155,6 +156,7 @@ def test_triton_swap_ab_takes_bfloat16(
     rows: int,
     change: dict[str, int],
     weight: torch.dtype,
+    segments: int,
     taken: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -166,7 +168,7 @@ def test_triton_swap_ab_takes_bfloat16(
         None,
         format="plain",
         is_gated=False,
-        segments=1,
+        segments=segments,
         tiles=copied("triton", "added", **change),
     )
     assert found == taken

@@ -80,7 +80,8 @@ def takes(
     if not tiles.copies_swapped or format not in FORMATS:
         return False
     is_whole = inputs % (segments * tiles.depth) == 0
-    if scales is None:
+    if scales is None:  # TMA fills a partial block with zeros
+        is_whole |= segments == 1 and inputs % 8 == 0
         is_whole &= weight.dtype == torch.bfloat16
     else:
         is_whole &= inputs == GROUP.value * scales.shape[1] and tiles.depth >= 2 * GROUP.value
@@ -333,8 +334,8 @@ def _multiply(
 
 @gluon.constexpr_function
 def _steps_of(sizes, config):
-    """Returns the steps of a program."""
-    return sizes.K // config.depth // (config.segments if config.is_separate else 1)
+    """Returns the steps of a program; the last one may be partial in bfloat16."""
+    return -(-sizes.K // config.depth) // (config.segments if config.is_separate else 1)
 
 
 @gluon.jit
