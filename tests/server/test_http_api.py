@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from tests.support.echo_engine import HELD
 from tests.support.field_requests import post_field
 from tests.support.http_fixtures import (
     CHAT,
@@ -20,6 +21,7 @@ from tests.support.http_fixtures import (
     FAIL,
     POOL_TOKENS,
     REFUSED,
+    SLOTS,
     SLOW,
     USER,
     Server,
@@ -245,8 +247,8 @@ def test_disconnect_aborts_request(server, stream):
     """Non-streaming handlers are not cancelled by the framework (s#36333)."""
     before = server.metrics()
     aborted = before[ABORTED]
-    body = {"prompt": [SLOW, 97], "max_tokens": 200, "n": 2, "stream": stream}
-    _leave_stream(server, body) if stream else _leave_whole(server, body)
+    with server.post_and_leave(prompt=HELD, max_tokens=200, n=2, stream=stream):
+        server.wait_for_metric("tandem:num_requests_running", 2)
     server.wait_for_metric("tandem:num_requests_running", 0)
     server.wait_for_metric(ABORTED, aborted + 2)
     # Aborted requests are not counted in the latency histogram.
@@ -254,21 +256,10 @@ def test_disconnect_aborts_request(server, stream):
     assert server.metrics()[ended] == before[ended]
 
 
-def _leave_whole(server: Server, body: dict) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.2)
-
-
-def _leave_stream(server: Server, body: dict) -> None:
-    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=5) as answer:
-        next(answer.iter_lines())
-
-
 def test_disconnect_removes_waiting_requests(server):
-    body = {"prompt": [SLOW, 97], "max_tokens": 100, "n": 20}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
-    server.wait_for_metric("tandem:num_requests_waiting", 0, timeout_s=1.0)
+    with server.post_and_leave(prompt=HELD, max_tokens=100, n=20):
+        server.wait_for_metric("tandem:num_requests_waiting", 20 - SLOTS)
+    server.wait_for_metric("tandem:num_requests_waiting", 0)
 
 
 def test_capabilities_list_drafters_and_unsupported_fields(server):

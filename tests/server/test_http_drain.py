@@ -11,18 +11,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.echo_engine import FROZEN, HELD, release
 from tests.support.http_fixtures import (
     COMPLETIONS,
     FREEZE,
-    SLOW,
     Server,
     is_alive,
     save_tokenizer,
     serving,
 )
 
-LONG = {"prompt": [SLOW, 97], "max_tokens": 60, "temperature": 0}
-"""Request that takes more than a second if four run at once."""
+LONG = {"prompt": HELD, "max_tokens": 60, "temperature": 0}
 
 
 def command(folder: Path, *flags: str) -> list[str]:
@@ -38,7 +37,7 @@ def in_background(call: Callable[[], object]) -> tuple[threading.Thread, list]:
 
 
 def wait_until_it_drains(server: Server) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while httpx.get(server.url + "/health").status_code != 503:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -59,9 +58,10 @@ def test_drain_finishes_open_requests_and_rejects_new(tmp_path):
         assert 1 <= int(refused.headers["retry-after"]) <= 20
         assert httpx.get(server.url + "/live").status_code == 200
         assert server.metrics()["tandem:num_requests_running"] > 0
+        release(tmp_path)
         for thread in (whole, streamed, waiting):
-            thread.join(20)
-        assert server.process.wait(5) == 0
+            thread.join(60)
+        assert server.process.wait(60) == 0
     assert answers[0].json()["usage"]["completion_tokens"] == 120
     assert events[0][-1]["usage"]["completion_tokens"] == 60
     assert later[0].json()["usage"]["completion_tokens"] == 240
@@ -81,18 +81,21 @@ def test_drain_of_idle_server_ends_immediately(tmp_path):
 
 @pytest.mark.parametrize(
     "prompt",
-    [pytest.param([SLOW, 97], id="slow", marks=pytest.mark.matrix), [FREEZE]],
+    [pytest.param(HELD, id="held", marks=pytest.mark.matrix), [FREEZE]],
 )
 def test_drain_ends_at_graceful_shutdown_timeout(tmp_path, prompt):
     with serving(command(tmp_path, "--graceful-shutdown-timeout", "1")) as server:
         thread, found = in_background(
             lambda: server.post(COMPLETIONS, prompt=prompt, max_tokens=300)
         )
-        time.sleep(0.5)
+        if prompt == [FREEZE]:
+            server.wait_for_line(FROZEN)
+        else:
+            server.wait_for_metric("tandem:num_requests_running", 1)
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8) == 0
-        assert 0.9 < time.monotonic() - began < 6
-        thread.join(5)
+        assert server.process.wait(60) == 0
+        assert time.monotonic() - began > 0.9
+        thread.join(60)
     assert found[0].status_code == 503
     assert found[0].json()["error"]["message"] == "the server was stopped by SIGTERM"

@@ -306,7 +306,8 @@ def test_killed_image_worker_is_reported_and_restarted(server):
     os.kill(first, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(refused, server, [image(1, 1, 1)])
-        time.sleep(0.2)
+        for _ in range(2):
+            asked(server, [user(text("a"))], max_tokens=9)
         os.kill(first, signal.SIGKILL)
         assert "the image process exited" in waiting.result(30)["message"]
     asked(server, [user(image(3, 1, 1))], max_tokens=1)

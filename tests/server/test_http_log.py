@@ -6,15 +6,14 @@ import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 
 from shared.process.logs import JsonLines, TextLines
+from tests.support.echo_engine import HELD
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     FAIL,
-    SLOW,
     USER,
     Server,
     save_tokenizer,
@@ -22,6 +21,7 @@ from tests.support.http_fixtures import (
 )
 
 SECRET = "Pssst! 7319"
+FIRST_TOKENS = "tandem:time_to_first_token_seconds_count"
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def use(server: Server) -> list[str]:
     events = server.stream(COMPLETIONS, prompt=SECRET, max_tokens=40, stop="!")
     failed = server.post(COMPLETIONS, prompt=[FAIL, 97])
     assert failed.status_code == 500
-    body = {"prompt": [SLOW, 97], "max_tokens": 200}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
+    before = server.metrics()[FIRST_TOKENS]
+    with server.post_and_leave(prompt=HELD, max_tokens=200):
+        server.wait_for_metric(FIRST_TOKENS, before + 1)
     server.wait_for_metric("tandem:num_requests_running", 0)
     assert server.post(COMPLETIONS, prompt=SECRET, temperature=9).status_code == 400
     return [whole["id"], chat["id"], events[0]["id"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +13,13 @@ import pytest
 
 from tests.support.http_fixtures import ADMIN_KEY, JSON, Server, save_tokenizer, serving
 from tests.support.lora_files import write_adapter
+from tests.support.polling import wait_until
 from tests.support.tiny_models import write_tiny
 
 COMMAND = ["-m", "tests.support.serve_reference", "--port", "0", "--context-length", "256"]
 GOLDEN = Path(__file__).parents[1] / "golden"
+RUNNING = "tandem:num_requests_running"
+ENDED = "tandem:e2e_request_latency_seconds_count"
 FIELDS = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 12, "temperature": 0}
 
 
@@ -192,11 +194,11 @@ def test_unload_waits_for_running_request(open_server: Server) -> None:
     folder = str(GOLDEN / "qwen3_lora")
     change(open_server, "load", lora_name="busy", lora_path=folder)
     want = token_ids(open_server, "busy", max_tokens=80)
+    num_ended = open_server.metrics()[ENDED]
     with ThreadPoolExecutor() as pool:
         running = pool.submit(token_ids, open_server, "busy", max_tokens=80)
-        time.sleep(0.1)
-        unloading = pool.submit(change, open_server, "unload", lora_name="busy")
-        assert unloading.result().status_code == 200
-        assert running.done()
-        assert running.result() == want
+        assert wait_until(lambda: running.done() or open_server.metrics()[RUNNING])
+        assert change(open_server, "unload", lora_name="busy").status_code == 200
+        assert open_server.metrics()[ENDED] == num_ended + 1
+        assert running.result(60) == want
     assert open_server.post("/v1/completions", **FIELDS, model="busy").status_code == 404

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shared.boundary.program import StepKind
 from shared.engine.metrics import Metrics
+from tests.support.echo_engine import FROZEN
 from tests.support.http_fixtures import (
-    COMPLETIONS,
     FREEZE,
     Server,
     save_tokenizer,
@@ -114,8 +114,8 @@ def test_engine_metrics_exist_before_first_step():
 def test_metrics_respond_while_first_step_hangs(tmp_path):
     save_tokenizer(tmp_path)
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
+        with frozen.post_and_leave(prompt=[FREEZE]):
+            frozen.wait_for_line(FROZEN)
         found = frozen.metrics()  # first request of the metrics
         assert found["tandem:num_requests_running"] == 0
         assert found["tandem:request_slots_free"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ import pytest
 
 from shared.process.loop import SILENCE_GRACE_S
 from shared.process.signals import STOP_SIGNALS
+from tests.support.echo_engine import FROZEN, HELD
 from tests.support.http_fixtures import (
+    COMPLETIONS,
     CRASH,
     FREEZE,
     ROOT,
-    SLOW,
     WATCHDOG_S,
     Server,
     is_alive,
@@ -26,7 +28,7 @@ from tests.support.http_fixtures import (
     serving,
 )
 
-END_S = 30.0  # limit of a hanging shutdown; a busy machine takes seconds
+END_S = 60.0  # limit of a hanging shutdown; a busy machine takes seconds
 
 
 @pytest.fixture
@@ -41,8 +43,9 @@ class OpenRequests:
 
     def __init__(self, server: Server) -> None:
         self.whole: httpx.Response | None = None
-        self.events: list[dict] = []
-        fields = {"prompt": [SLOW, 97], "max_tokens": 250}
+        self.lines: list[str] = []
+        self._has_begun = threading.Event()
+        fields = {"prompt": HELD, "max_tokens": 250}
         self._threads = [
             threading.Thread(target=self._post, args=(server, fields)),
             threading.Thread(target=self._stream, args=(server, fields)),
@@ -50,6 +53,7 @@ class OpenRequests:
         for thread in self._threads:
             thread.start()
         server.wait_for_metric("tandem:num_requests_running", 2)
+        assert self._has_begun.wait(END_S), "the stream does not begin"
 
     def join(self) -> None:
         for thread in self._threads:
@@ -60,7 +64,11 @@ class OpenRequests:
         self.whole = server.post("/v1/completions", **fields)
 
     def _stream(self, server: Server, fields: dict) -> None:
-        self.events = server.stream("/v1/completions", **fields)
+        body = {**fields, "stream": True}
+        with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=END_S) as answer:
+            for line in filter(None, answer.iter_lines()):
+                self.lines.append(line.removeprefix("data: "))
+                self._has_begun.set()
 
 
 def wait_for_end(server: Server, pids: list[int]) -> int:
@@ -70,7 +78,7 @@ def wait_for_end(server: Server, pids: list[int]) -> int:
     while any(map(is_alive, pids)):
         assert time.monotonic() < deadline, "a process is still alive"
         time.sleep(0.02)
-    time.sleep(0.1)  # for the thread that reads the output
+    server.join_output()
     return code
 
 
@@ -79,7 +87,9 @@ def assert_errors(requests: OpenRequests, word: str) -> None:
     assert requests.whole is not None
     assert requests.whole.status_code == 503
     assert word in requests.whole.json()["error"]["message"]
-    assert word in requests.events[-1]["error"]["message"]
+    *_, event, end = requests.lines
+    assert word in json.loads(event)["error"]["message"]
+    assert end == "[DONE]"
 
 
 def test_killed_engine_fails_requests_and_ends_server(server):
@@ -136,7 +146,7 @@ def test_repeated_stop_signal_during_hung_step_is_reported(server, number, pause
         target=lambda: answers.append(server.post("/v1/completions", prompt=[FREEZE])), daemon=True
     )
     frozen.start()
-    time.sleep(1.0)
+    server.wait_for_line(FROZEN)
     # Signals that arrive while the same one is pending are merged.
     for pause in [pause_s] * 3 + [0.2] * 10:
         if server.process.poll() is not None:
@@ -240,7 +250,7 @@ def test_signal_ends_processes_during_hung_step(server, numbers):
         target=lambda: server.post("/v1/completions", prompt=[FREEZE]), daemon=True
     )
     frozen.start()
-    time.sleep(1.0)  # the engine no longer responds, so no metric shows it
+    server.wait_for_line(FROZEN)
     signal_to_end(server, numbers)
     assert wait_for_end(server, pids) == 0
     frozen.join(END_S)
@@ -254,7 +264,7 @@ def test_stopped_engine_is_killed_after_silence(server):
     assert httpx.get(server.url + "/live").status_code == 200, (
         "the silence is still below its limit"
     )
-    assert server.process.wait(WATCHDOG_S + SILENCE_GRACE_S + 10) == -signal.SIGKILL
+    assert server.process.wait(WATCHDOG_S + SILENCE_GRACE_S + END_S) == -signal.SIGKILL
     wait_for_end(server, pids)
     assert_errors(requests, "sent nothing for")
     assert any("sent nothing for" in line and "killing" in line for line in server.lines)

@@ -24,6 +24,7 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
+from tests.support.polling import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +134,7 @@ def test_trace_grows_during_request_and_reports_abort(server):
         for _ in range(20):
             next(lines)
         assert len(trace_of(server, name)["choices"][0]["steps"]) > len(before["steps"])
-    for _ in range(100):
-        if (left := trace_of(server, name)["choices"][0])["finish_reason"]:
-            break
-    assert left["finish_reason"] == "abort"
+    assert wait_until(lambda: trace_of(server, name)["choices"][0]["finish_reason"] == "abort")
 
 
 def test_trace_of_failed_request_keeps_steps(server):

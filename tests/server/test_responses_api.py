@@ -22,7 +22,7 @@ from tests.support.api_conversations import (
     USER,
     serving_apis,
 )
-from tests.support.http_fixtures import CHAT, Server
+from tests.support.http_fixtures import CHAT, SLOW, Server
 from tests.support.sdk_types import response_events, response_of
 
 RESPONSES = "/v1/responses"
@@ -216,7 +216,7 @@ def test_stored_response_is_cancelled_while_running(server):
                 if line.startswith("data: "):
                     found.append(json.loads(line[6:]))
 
-    with server.post_slowly(3):  # makes every step slow
+    with server.post_slowly(3, [SLOW, 97]):  # makes every step slow
         thread = threading.Thread(target=read)
         thread.start()
         deadline = time.monotonic() + 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -11,6 +12,23 @@ from shared.spec.logprobs import PromptLogprobs
 
 VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 FILLER = ord("-")
+# First tokens of a prompt; the last one also biased.
+CRASH, FAIL, SLOW, REFUSED, FREEZE = range(290, 295)
+HELD = [SLOW, SLOW]
+"""Prompt of a request that gets no token after its first step until `release`."""
+RELEASED = "released"
+FROZEN = "the step hangs"
+"""Line of an engine that has begun the step of FREEZE."""
+
+
+def is_held(request: Request) -> bool:
+    """Returns True if a request gets no token before `release`."""
+    return bool(request.output) and [*request.prompt[:2]] == HELD
+
+
+def release(folder: Path) -> None:
+    """Lets requests of HELD continue, if the folder is that of their server's model."""
+    (folder / RELEASED).touch()
 
 
 def step_of(request: Request, tokens: list[int], accepted: int | None) -> StepTrace:

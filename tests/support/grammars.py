@@ -15,7 +15,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.text.delimiters import CALL, CALL_END, THINK, THINK_END
 from shared.text.grammar import Compiler, of_lark, of_regex, of_schema
 from shared.text.grammar_worker import GrammarRequest, OutputFormat, ToolCallSpec
-from tests.support.http_fixtures import byte_letters
+from tests.support.byte_tokenizer import byte_letters
 from tests.support.tiny_models import EOS_ID
 
 PAIRS = [(a, b) for a in "ab:{" for b in 'ab"']

@@ -14,6 +14,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
@@ -44,11 +45,26 @@ from shared.process import loop
 from shared.process.address import Listeners, bind
 from shared.process.ipc_messages import ServerInfo
 from shared.process.watchdog import Watchdog
+from tests.support.byte_tokenizer import SPECIAL, byte_tokenizer
 from tests.support.default_signals import heard_signals
-from tests.support.echo_engine import VOCAB, logprob_of, scores_of, step_of, token_of
+from tests.support.echo_engine import (
+    CRASH,
+    FAIL,
+    FREEZE,
+    FROZEN,
+    REFUSED,
+    RELEASED,
+    SLOW,
+    VOCAB,
+    is_held,
+    logprob_of,
+    scores_of,
+    step_of,
+    token_of,
+)
+from tests.support.polling import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|image|>"]
 END = 256  # the id of <|end|>, which only the tokenizer names as the end
 IMAGE = 259  # the id of <|image|>, for an image where the engine is to see
 CONFIG_END = 294  # the end that the model's settings name
@@ -61,13 +77,12 @@ MAX_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS = 3, 5, 4
 HOST_NAME = "model.example"
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
-# First tokens of a prompt; the last one also biased.
-CRASH, FAIL, SLOW, REFUSED, FREEZE = range(290, 295)
 LIE = ord("!")
 WATCHDOG_S = 5.0
 DRAIN_S = 20.0
 _SWITCH: dict[str, Any] = {"action": "store_true"}
 START_S = 180.0  # a backend may compile first
+ANSWER_S = 300.0  # of any request; only a server that hangs takes longer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 IMAGES = ImageProcessorConfig(
@@ -88,24 +103,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token i is byte i; then the special tokens; then one that is two characters and a half."""
-    letters = byte_letters()
-    vocab = {letter: byte for byte, letter in enumerate(letters)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    return tokenizer
-
-
-def byte_letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = iter(range(256, 512))
-    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
-
-
 def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None, end: str = SPECIAL[0]) -> None:
     """Writes the tokenizer files of a checkpoint folder; `byte_tokenizer` unless one is given."""
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
@@ -124,10 +121,11 @@ class Repeater:
 
     Args:
       wrong_at: Number of a token of outputs that is LIE where drafts are allowed; None: none is.
+      folder: Where `release` writes.
     """
 
-    def __init__(self, wrong_at: int | None = None) -> None:
-        self._wrong_at = wrong_at
+    def __init__(self, wrong_at: int | None, folder: Path) -> None:
+        self._wrong_at, self._released = wrong_at, folder / RELEASED
         self.metrics = self
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -168,7 +166,10 @@ class Repeater:
     def step(self) -> list[Event]:
         while self.waiting and len(self.running) < SLOTS:
             self.running.append(self.waiting.pop(0))
-        return [self._advance(request) for request in tuple(self.running)]
+        advancing = [r for r in self.running if not is_held(r) or self._released.exists()]
+        if not advancing:
+            time.sleep(0.02)
+        return [self._advance(request) for request in advancing]
 
     def close(self) -> None:
         pass
@@ -190,6 +191,7 @@ class Repeater:
         if request.prompt[0] == SLOW:
             time.sleep(0.02)
         if request.prompt[0] == FREEZE:
+            print(FROZEN, flush=True)
             time.sleep(3600)
         return self._extend(request)
 
@@ -228,18 +230,20 @@ class Server:
     Attributes:
       process: The engine's process.
       url: Where it is served.
-      lines: What it printed, complete once the process has ended.
+      lines: What it printed, complete after `join_output`.
+      reader: The thread that reads its output.
     """
 
     process: subprocess.Popen[str]
     url: str
     lines: list[str]
+    reader: threading.Thread
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         """A request with a JSON body."""
         # Written in ASCII, so that it can hold halves of characters.
         body = json.dumps(fields)
-        return httpx.post(self.url + path, content=body, headers=JSON, timeout=60)
+        return httpx.post(self.url + path, content=body, headers=JSON, timeout=ANSWER_S)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""
@@ -250,7 +254,7 @@ class Server:
     def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
         """The events of a stream, without the closing [DONE], which must be there."""
         with httpx.stream(
-            "POST", self.url + path, json={**fields, "stream": True}, timeout=60
+            "POST", self.url + path, json={**fields, "stream": True}, timeout=ANSWER_S
         ) as answer:
             assert answer.status_code == 200, answer.read()
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -258,24 +262,41 @@ class Server:
         return [json.loads(line) for line in lines]
 
     @contextlib.contextmanager
-    def post_slowly(self, num_choices: int) -> Iterator[None]:
+    def post_slowly(self, num_choices: int, prompt: Sequence[int] = (SLOW, SLOW)) -> Iterator[None]:
         """A request that occupies the engine until the block ends; then its client disconnects."""
-        body = {"prompt": [[SLOW, 97]] * num_choices, "max_tokens": 250, "stream": True}
-        with httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=60) as answer:
+        body = {"prompt": [prompt] * num_choices, "max_tokens": 390, "stream": True}
+        with httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=ANSWER_S) as answer:
             assert answer.status_code == 200, answer.read()
             yield
 
+    @contextlib.contextmanager
+    def post_and_leave(self, **fields: Any) -> Iterator[None]:
+        """A completion that its client leaves when the block ends."""
+        host, port = self.url.removeprefix("http://").split(":")
+        body = json.dumps(fields).encode()
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
+            connection.sendall(post_head(COMPLETIONS, len(body)) + body)
+            yield
+
+    def wait_for_line(self, text: str) -> None:
+        """Waits until the server has written a line with this text."""
+        assert wait_until(lambda: any(text in line for line in self.lines)), self.lines
+
     def metrics(self) -> dict[str, float]:
         """The values of /metrics by name, without the label that all have."""
-        page = httpx.get(self.url + "/metrics").text
+        page = httpx.get(self.url + "/metrics", timeout=ANSWER_S).text
         rows = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         return {_bare(name): float(value) for name, value in rows}
 
-    def wait_for_metric(self, name: str, value: float, timeout_s: float = 10.0) -> None:
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while self.metrics()[name] != value:
             assert time.monotonic() < deadline, (name, self.metrics()[name])
             time.sleep(0.02)
+
+    def join_output(self) -> None:
+        """Waits for the end of the output, which the last of all processes closes."""
+        self.reader.join(ANSWER_S)
 
     def pids(self) -> list[int]:
         """The engine's process and its children."""
@@ -322,12 +343,12 @@ def serving(
     try:
         url = found.get(timeout=START_S)
         assert url, lines
-        yield Server(process, url, lines)
+        yield Server(process, url, lines, reader)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
         reader.join(5)
@@ -416,7 +437,7 @@ def main() -> int:
         images=IMAGES if flags.sees else None,
     )
     watchdog = Watchdog(WATCHDOG_S)
-    engine = Repeater(flags.wrong_at)
+    engine = Repeater(flags.wrong_at, Path(flags.folder))
     admin = bind("127.0.0.1", 0) if flags.with_admin_listener else []
     listeners = Listeners(bind("127.0.0.1", 0), admin)
     return loop.run(

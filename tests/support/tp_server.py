@@ -12,7 +12,7 @@ import httpx
 from tests.support.http_fixtures import COMPLETIONS, Server, is_alive
 
 FOLLOWER = "shared.process.tp.worker"
-NAMED_S = 15.0
+NAMED_S = 60.0
 """Seconds within which a lost rank must be named."""
 
 
@@ -33,7 +33,7 @@ def ended(server: Server, pids: Sequence[int], within_s: float = NAMED_S) -> int
     while any(map(is_alive, pids)):
         assert time.monotonic() < until, "a process stays behind"
         time.sleep(0.02)
-    time.sleep(0.2)  # for the reader of the output
+    server.join_output()
     return code
 
 

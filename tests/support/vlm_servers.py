@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support.byte_tokenizer import byte_letters
 from tests.support.golden_images import IMAGES, MODEL
-from tests.support.http_fixtures import byte_letters
 from tests.support.images import rgb, stored, url_of
 from tests.support.vlm import IMAGE, Prompt, pixels
 
