@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+from collections.abc import AsyncIterator
 
 import httpx
-import pytest
 
 from shared.options.router import ROUND_ROBIN
-from shared.router.replicas import FAILURES
 from tests.support.routing import (
     COMPLETIONS,
-    INTERVAL_S,
-    TIMEOUT_S,
     Routed,
     is_down,
     run,
@@ -22,27 +18,28 @@ from tests.support.routing import (
 )
 
 
-async def events_of(found: Routed, **fields) -> tuple[int, list[str], list[float]]:
-    """Returns status, events and arrival times of a stream."""
-    events, times, began = [], [], time.monotonic()
-    async with found.client.stream(
-        "POST", COMPLETIONS, json={"stream": True, **fields}
-    ) as response:
-        async for line in response.aiter_lines():
-            if line.startswith("data: "):
-                events.append(line.removeprefix("data: "))
-                times.append(time.monotonic() - began)
-    return response.status_code, events, times
+async def events_of(response: httpx.Response) -> AsyncIterator[str]:
+    """Yields the data of the events of a stream."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
 
 
-def test_stream_is_forwarded_as_it_arrives():
+def test_stream_is_forwarded_as_it_arrives(tmp_path):
+    """The server sends the second event after the client has received the first one."""
+    gate = tmp_path / "gate"
+
     async def scenario(found: Routed) -> None:
-        _, events, times = await events_of(found, max_tokens=5, pace_s=0.1)
-        assert events[-1] == "[DONE]"
-        assert [json.loads(x)["choices"][0]["text"] for x in events[:-1]] == [
+        fields = {"stream": True, "max_tokens": 5, "pace_s": 0.01, "gate": str(gate)}
+        async with found.client.stream("POST", COMPLETIONS, json=fields) as response:
+            events = events_of(response)
+            first = await anext(events)
+            gate.touch()
+            *rest, end = [each async for each in events]
+        assert end == "[DONE]"
+        assert [json.loads(x)["choices"][0]["text"] for x in (first, *rest)] == [
             f"{number} " for number in range(5)
         ]
-        assert times[3] - times[0] > 0.25
 
     run(scenario, 1)
 
@@ -72,8 +69,9 @@ def test_client_disconnect_closes_upstream():
 
 def test_disconnect_before_first_byte_closes_upstream():
     async def scenario(found: Routed) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            await found.client.post(COMPLETIONS, json={"pace_s": 30}, timeout=0.2)
+        left = asyncio.create_task(found.post(pace_s=3600))
+        await until(lambda: sum(found.served()) == 1)
+        left.cancel()
         await until(lambda: next(iter(found.replicas)).num_open == 0)
         assert found.forwarder.counters.disconnects == 1
         assert found.forwarder.counters.retries == 0
@@ -121,8 +119,10 @@ def test_lost_connection_is_retried_once():
 
 def test_lost_replica_ends_stream_with_error_event():
     async def scenario(found: Routed) -> None:
-        status, events, _ = await events_of(found, max_tokens=9, cut_at=3, pace_s=0.01)
-        assert (status, events[-1]) == (200, "[DONE]")
+        fields = {"stream": True, "max_tokens": 9, "cut_at": 3, "pace_s": 0.01}
+        async with found.client.stream("POST", COMPLETIONS, json=fields) as response:
+            events = [each async for each in events_of(response)]
+        assert (response.status_code, events[-1]) == (200, "[DONE]")
         assert len(events) == 5
         error = json.loads(events[-2])["error"]
         assert (error["code"], error["type"]) == ("replica_lost", "server_error")
@@ -145,21 +145,19 @@ def test_closed_ports_give_named_error():
 
 def test_stuck_replica_is_detected_and_request_retried():
     async def scenario(found: Routed) -> None:
-        stuck = asyncio.create_task(found.post(prompt="a", pace_s=30))
+        stuck = asyncio.create_task(found.post(prompt="a", pace_s=3600))
         await until(lambda: sum(found.served()) == 1)
         place = found.served().index(1)
         found.servers[place].health = 0
         found.servers[place].bodies[0]["pace_s"] = 0
-        began = time.monotonic()
         await until(lambda: is_down(found, place))
-        assert time.monotonic() - began < FAILURES * (INTERVAL_S + TIMEOUT_S) + 1
         await until(lambda: sum(found.served()) == 2)  # the other replica received it
         assert found.forwarder.counters.retries == 1
         stuck.cancel()
         found.servers[place].health = 200
         await until(lambda: len(found.replicas.ready) == 2)
 
-    run(scenario, 2)
+    run(scenario, 2, timeout_s=0.3)
 
 
 def test_requests_share_connections():

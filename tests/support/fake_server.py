@@ -2,8 +2,9 @@
 
 `python -m tests.support.fake_server FLAG ...` serves on `--port` of a server's command line, or
 starts the router and servers of `--replicas`. Fields of a request choose its behaviour:
-`max_tokens` events, `pace_s` seconds before each of them, `cut_at` the event before which the
-connection breaks, `exit_at` the one before which the process ends, `status` of the response.
+`max_tokens` events, `pace_s` seconds before each of them, `gate` the file that must exist before
+the second one, `cut_at` the event before which the connection breaks, `exit_at` the one before
+which the process ends, `status` of the response.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class FakeServer:
         if not fields.get("pace_s"):
             writer.write(head)
         for number in range(fields.get("max_tokens", 4)):
+            while number and "gate" in fields and not os.path.exists(fields["gate"]):
+                await asyncio.sleep(DRAIN_LOOK_S)
             if number == fields.get("exit_at"):
                 os._exit(9)
             if number == fields.get("cut_at"):

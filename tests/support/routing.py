@@ -22,8 +22,7 @@ from shared.server.api.connection import ConnectionLimit
 from shared.server.api.service import HttpServer, urls_of
 from tests.support.fake_server import FakeServer, fake_servers
 
-INTERVAL_S, TIMEOUT_S = 0.05, 0.3
-WAIT_S = 10.0
+INTERVAL_S, WAIT_S = 0.05, 60.0
 COMPLETIONS = "/v1/completions"
 
 
@@ -65,11 +64,11 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def routed(
-    count: int, policy: str = CACHE_AWARE, key: str | None = None
+    count: int, policy: str = CACHE_AWARE, key: str | None = None, timeout_s: float = WAIT_S
 ) -> AsyncIterator[Routed]:
-    """Starts servers and a router, and waits until all replicas are ready."""
+    """Starts servers and a router with this limit of health checks, and waits until it is ready."""
     async with fake_servers(count) as servers:
-        replicas = Replicas(RoutingPolicy(policy), key, INTERVAL_S, TIMEOUT_S)
+        replicas = Replicas(RoutingPolicy(policy), key, INTERVAL_S, timeout_s)
         replicas.set_urls([each.url for each in servers])
         forwarder = Forwarder(replicas)
         routes = AggregateRoutes(replicas, forwarder)
