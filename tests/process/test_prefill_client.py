@@ -266,7 +266,7 @@ def test_cancel_ends_request_at_once(prefillers, fetch):
     thread.start()
     assert wait_until(lambda: any(each.bodies for each in prefillers))
     deadline.cancel()
-    thread.join(5)
+    thread.join(60)
     assert reasons == ["cancelled"]
 
 

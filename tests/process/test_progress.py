@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import time
 
 import pytest
@@ -41,7 +42,9 @@ def hurried(monkeypatch) -> None:
     monkeypatch.setattr(progress, "SHORT_S", 0.0)
 
 
-def test_progress_of_instant_work_logs_nothing(console, caplog):
+def test_progress_of_instant_work_logs_nothing(console, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "REPORT_S", 60.0)
+    monkeypatch.setattr(progress, "SHORT_S", 60.0)
     with progress.loading_progress(console, 100) as add:
         add(100)
     with progress.preparing_progress(console, len(PROGRAMS)) as begin:
@@ -57,11 +60,11 @@ def test_preparing_progress_counts_programs(console, caplog, hurried):
         for program in PROGRAMS[:4]:
             begin(program)
         while not any("3 of 11" in message for message in caplog.messages):
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
             time.sleep(0.01)
     *lines, last = caplog.messages
-    assert lines[-1].startswith("Prepared 3 of 11 programs, 0 s; preparing decode of 4 rows")
-    assert last.startswith("Prepared 11 programs in 0.")
+    assert re.match(r"Prepared 3 of 11 programs, \d+ s; preparing decode of 4 rows", lines[-1])
+    assert re.fullmatch(r"Prepared 11 programs in \d+\.\d s", last)
     assert len(lines) <= math.log2(1 + (time.monotonic() - began) / progress.REPORT_S)
 
 
@@ -71,7 +74,7 @@ def test_loading_progress_reports_bytes_and_seconds(console, caplog, hurried):
         while not caplog.messages:
             time.sleep(0.01)
     first, last = (json.loads(JsonLines().format(caplog.records[at])) for at in (0, -1))
-    assert first["message"] == "Loading weights: 2.0 MB of 3.0 MB, 0 s"
+    assert re.fullmatch(r"Loading weights: 2\.0 MB of 3\.0 MB, \d+ s", first["message"])
     assert (first["loaded_bytes"], first["total_bytes"]) == (2_000_000, 3_000_000)
     assert last["message"] == f"Loaded 3.0 MB of weights in {last['seconds']:.1f} s"
     assert last["loaded_bytes"] == 3_000_000
@@ -87,7 +90,7 @@ def test_progress_stops_after_failure(console, caplog, hurried):
 
 
 def test_progress_bar_shows_count_on_terminal():
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120, get_time=lambda: 0.0)
     with progress.preparing_progress(terminal, len(PROGRAMS)) as begin:
         for program in PROGRAMS:
             begin(program)

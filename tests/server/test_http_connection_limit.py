@@ -72,12 +72,12 @@ def test_connection_limit_returns_503_and_keeps_open_connections(server):
         (line,) = [line for line in server.lines if "admin routes at " in line]
         admin = line.rpartition(" ")[2]
         assert httpx.get(admin + "/metrics", timeout=5).status_code == 200
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while httpx.get(server.url + "/health", timeout=5).status_code != 200:
         assert time.monotonic() < deadline, "connections are rejected after all clients have left"
         time.sleep(0.1)
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     assert len(server.lines) < 30
     assert not any("Traceback" in line for line in server.lines)
 

@@ -55,15 +55,21 @@ def new_output() -> GenerationOutput:
 
 
 class Steps:
-    """Generation of prepared events, the first one late; the end is an error if there is none."""
+    """Generation of prepared events; the end is an error if there is none.
 
-    def __init__(self, events: list[Event], wait_s: float) -> None:
+    Attributes:
+      num_pings: Keep-alives that precede the first event.
+      may_begin: Set after them.
+    """
+
+    def __init__(self, events: list[Event], num_pings: int = 0) -> None:
         self.output = new_output()
-        self._events, self._wait_s = iter(events), wait_s
+        self.num_pings, self.may_begin = num_pings, asyncio.Event()
+        self._events = iter(events)
 
     async def next(self) -> tuple[int, ChoiceUpdate]:
-        await asyncio.sleep(self._wait_s)
-        self._wait_s = 0.0
+        if self.num_pings:
+            await self.may_begin.wait()
         event = next(self._events, None)
         if event is None:
             raise ApiError(503, "the engine has exited", code="engine_lost")
@@ -94,15 +100,19 @@ def sent(api: str, steps: Steps) -> list[tuple[str | None, Any]]:
     """Returns name and data of each event."""
 
     async def read() -> bytes:
-        events = streaming._events(steps, serializer_of(api, steps))  # type: ignore[arg-type]
-        return b"".join([part async for part in events])
+        got = b""
+        async for part in streaming._events(steps, serializer_of(api, steps)):  # type: ignore[arg-type]
+            got += part
+            if got.count(b"event: ping") + got.count(b": keep-alive") >= steps.num_pings:
+                steps.may_begin.set()
+        return got
 
     return parse_events(asyncio.run(read()).decode())
 
 
 def test_messages_stream_pings_before_first_token(monkeypatch):
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.02)
-    found = sent("messages", Steps([event("ab", FinishReason.LENGTH)], wait_s=0.2))
+    found = sent("messages", Steps([event("ab", FinishReason.LENGTH)], num_pings=2))
     names = [name for name, _ in found]
     assert names[:3] == ["message_start", "ping", "ping"]
     assert names[-5:] == [
@@ -113,20 +123,20 @@ def test_messages_stream_pings_before_first_token(monkeypatch):
 
 def test_responses_stream_begins_before_first_token(monkeypatch):
     monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.02)
-    found = sent("responses", Steps([event("ab", FinishReason.LENGTH)], wait_s=0.1))
+    found = sent("responses", Steps([event("ab", FinishReason.LENGTH)], num_pings=1))
     assert [name for name, _ in found[:2]] == ["response.created", "response.in_progress"]
     assert (found[2], found[-1][0]) == ((None, ": keep-alive"), "response.incomplete")
 
 
 def test_responses_usage_reports_cached_tokens():
-    found = dict(sent("responses", Steps([event("ab", FinishReason.STOP)], wait_s=0)))
+    found = dict(sent("responses", Steps([event("ab", FinishReason.STOP)])))
     usage = json.loads(found["response.completed"])["response"]["usage"]
     assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (7, 4)
 
 
 def test_messages_usage_excludes_cached_tokens():
     """The sum is chat's number of prompt tokens."""
-    found = dict(sent("messages", Steps([event("ab", FinishReason.LENGTH)], wait_s=0)))
+    found = dict(sent("messages", Steps([event("ab", FinishReason.LENGTH)])))
     for usage in (
         json.loads(found["message_start"])["message"]["usage"],
         json.loads(found["message_delta"])["usage"],
@@ -136,7 +146,7 @@ def test_messages_usage_excludes_cached_tokens():
 
 @pytest.mark.parametrize("api", ["chat", "messages", "responses"])
 def test_error_in_stream_has_schema_of_api(api):
-    found = sent(api, Steps([event("ab")], wait_s=0))
+    found = sent(api, Steps([event("ab")]))
     name, data = found[-2] if api == "chat" else found[-1]
     body = json.loads(data)
     if api == "chat":
@@ -154,7 +164,7 @@ def test_error_in_stream_has_schema_of_api(api):
 def test_error_before_first_event_is_raised():
     for api in ("chat", "messages", "responses"):
         with pytest.raises(ApiError, match="exited"):
-            sent(api, Steps([], wait_s=0))
+            sent(api, Steps([]))
 
 
 def test_sealed_text_opens_on_servers_with_same_key():

@@ -62,7 +62,7 @@ def test_pattern_matches_texts_of_grammar(grammar: str, right: list[str], wrong:
     ],
 )
 def test_unsupported_grammar_names_reason(grammar: str, reason: str):
-    began = time.monotonic()
+    began = time.thread_time()
     with pytest.raises(InvalidGrammarError, match=re.escape(reason)):
         pattern_of(grammar)
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
