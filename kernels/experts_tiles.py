@@ -24,8 +24,8 @@ class ExpertsTiles:
         all, and inputs per step.
       router_warps, router_stages: Warps and pipeline stages of its kernel.
       group_rows: Rows per step of the search for an expert's slots.
-      copies_packed: Whether TMA copies blocks of a packed weight, if a kernel of that form supports
-        the call. The depths are then those of its stages.
+      copies_packed: Whether TMA copies blocks of a packed weight, and in Triton of bfloat16 too, if
+        a kernel of that form supports the call. The depths are then those of its stages.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "inner")
@@ -65,7 +65,7 @@ class ExpertsTiles:
 
     @property
     def loaded(self) -> "ExpertsTiles":
-        """Returns the tiles of a kernel that loads blocks of a packed weight without TMA."""
+        """Returns the tiles of a kernel that loads blocks of a weight without TMA."""
         if not self.copies_packed:
             return self
         stages, down_stages = min(self.stages, 4), min(self.down_stages, 4)

@@ -7,24 +7,18 @@ show on a GPU only.
 
 import math
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.tiles import MEASURED, ExpertsTiles, Tiles
+from kernels.tiles import MEASURED, Tiles
 from shared.models.activation import GELU_TANH, RELU2, SWIGLU_OAI, Activation
-from shared.models.formats import four_bit
-from shared.models.formats.weight_format import SCALES, VALUES
-from shared.spec.reduction_order import SQUARES
 from tests.support.experts_kernels import (
     HALF,
     Case,
     Found,
     block_of,
+    check_equal,
     reference,
     routing,
     run,
@@ -104,11 +98,6 @@ BITS = {
 CASES = SMALL | (LARGE if ON_GPU else {})
 # Interpreted, all is float32; on a GPU, values between the products and rows are bfloat16.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
-
-
-def check_equal(one: Found, other: Found, count: int | None = None) -> None:
-    for name, x, y in zip(Found._fields, one, other, strict=True):
-        np.testing.assert_array_equal(x[:count], y[:count], err_msg=name)
 
 
 def check_same(language: str, one: Found, other: Found) -> None:
@@ -282,103 +271,6 @@ def test_experts_bits_independent_of_tuned_tiles(name: str, language: str) -> No
             check_equal(run(language, case, cut=line.tiles), want)
 
 
-COPIED = {
-    "MXFP4": LARGE["of 2880, MXFP4"],
-    "MXFP4, clamped, biases": LARGE["of 2880, MXFP4"]._replace(
-        activation=Activation(SWIGLU_OAI, 1.702, 7.0), has_biases=True
-    ),
-    "MXFP4, blocks of 256": Case(40, 2048, 768, routing(12, 4), quantized="MXFP4"),
-    "MXFP4, partial blocks of 256": Case(40, 2880, 1440, routing(12, 4), quantized="MXFP4"),
-    "MXFP4, partial blocks of 256, whole lines": Case(
-        40, 2880, 1472, routing(12, 4), quantized="MXFP4"
-    ),
-    "INT4": LARGE["of 768, INT4"],
-    "INT4 in groups of 32": LARGE["of 704, INT4"],
-    "FP8": LARGE["of 512, FP8"],
-    "FP8 by channels": LARGE["of 512, FP8 by channels"],
-    "FP8, no gate, scales of outputs": LARGE["of 1856, FP8"],
-    "FP8, no gate, float32 scales, biases": LARGE["of 1856, FP8, float32 scales"]._replace(
-        has_biases=True
-    ),
-    "FP8, partial blocks": Case(40, 160, 208, routing(12, 4), quantized="FP8"),
-    "FP8, partial blocks, whole lines": LARGE["of 704, INT4"]._replace(
-        quantized="FP8", has_biases=True
-    ),
-}
-DEEP = {"depth": 512, "down_depth": 512}
-SHALLOW = {"depth": 128, "down_depth": 128, "stages": 5, "down_stages": 5}
-NARROW = {"depth": 512, "down_depth": 256, "stages": 2, "columns": 16, "down_columns": 32}
-WIDE = {"columns": 64, "warps": 4, "down_warps": 2}
-CALLS = [
-    (1, 0, {}),
-    (3, 0, DEEP),
-    (3, 0, NARROW),
-    (4, 0, SHALLOW),
-    (7, 8, {}),
-    (8, 16, DEEP),
-    (40, 8, DEEP),
-    (40, 16, {}),
-    (40, 16, NARROW),
-    (40, 8, WIDE),
-    (40, 32, {}),
-]
-"""Rows, slots of a tile of expert blocks or 0 without them, and changed tiles."""
-
-
-def copied(slots: int, changed: dict[str, int]) -> ExpertsTiles:
-    how = {"depth": 256, "down_depth": 256, "stages": 3, "down_stages": 3} | changed
-    how |= {"copies_packed": True, "slots": slots or 16}
-    return tiles(grouped=slots > 0, **how)
-
-
-def is_copied_in_pallas(case: Case, changed: dict[str, int]) -> bool:
-    sizes, depth = (case.hidden, case.inner), changed.get("depth", 256)
-    is_whole = all(size % 64 == 0 for size in sizes)
-    if case.quantized == "MXFP4":
-        is_whole &= all(depth % four_bit.block_of(size) == 0 for size in sizes)
-    return case.quantized in ("MXFP4", "FP8") and case.activation.is_gated and is_whole
-
-
-@on_a_gpu
-@each_language
-@pytest.mark.parametrize(("rows", "slots", "changed"), CALLS)
-@pytest.mark.parametrize("name", COPIED)
-def test_experts_packed_sm90_bitwise_equal(
-    name: str, rows: int, slots: int, changed: dict[str, int], language: str
-) -> None:
-    """The results of kernels that copy packed weights by TMA, and of those that do not."""
-    case = COPIED[name]
-    is_copied = is_copied_in_pallas(case, changed) and changed not in (NARROW, WIDE)
-    if language == "pallas" and not is_copied:
-        pytest.skip("unsupported in Pallas")
-    module = KERNELS[language]["experts"].experts_packed_sm90
-    cut = tiles(grouped=slots > 0)
-    launch = "linear" if language == "pallas" else "launch_down"
-    with patch.object(module, launch, wraps=getattr(module, launch)) as ran:
-        got = run(language, case, cut=copied(slots, changed), rows=list(range(rows)))
-    assert ran.called
-    check_equal(got, run(language, case, cut=cut, rows=list(range(rows))))
-
-
-@on_a_gpu
-@each_language
-@each_way
-@pytest.mark.parametrize("name", ["MXFP4", "FP8"])
-def test_experts_packed_sm90_nan_row_spoils_only_itself(
-    name: str, grouped: bool, language: str
-) -> None:
-    case = COPIED[name]
-    cut = tiles(grouped=grouped, copies_packed=True, depth=256, down_depth=256)
-    block, nan = block_of(case), {}
-    for field in ("rows", "scaled", "squares"):
-        nan[field] = getattr(block, field).copy()
-        nan[field][1] = np.nan
-    got = run(language, case, cut=cut, rows=[0, 1, 2], changed=nan)
-    want = run(language, case, cut=cut, rows=[0, 1, 2])
-    assert np.isnan(got.rows[1]).all()
-    check_equal(Found(*(x[[0, 2]] for x in got)), Found(*(x[[0, 2]] for x in want)))
-
-
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -395,32 +287,3 @@ def test_experts_packed_sm90_nan_row_spoils_only_itself(
 def test_routing_rejects_invalid_values(changed: dict[str, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         routing(**{"experts": 8, "top": 2} | changed)
-
-
-@pytest.mark.parametrize(
-    ("rows", "slots", "changed"), [call for call in CALLS if call[2] not in (SHALLOW, WIDE)]
-)
-@pytest.mark.parametrize("name", COPIED)
-def test_pallas_experts_packed_sm90_takes_whole_lines(
-    name: str, rows: int, slots: int, changed: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, case = KERNELS["pallas"]["experts"].experts_packed_sm90, COPIED[name]
-    monkeypatch.setattr(module, "has_mosaic", lambda: True)
-
-    def stored(outputs: int, inputs: int) -> Any:
-        shape = (1, 12, outputs, four_bit.padded(inputs))
-        planes = (case.format.planes(shape)[name] for name in (VALUES, SCALES))
-        words, scales = (jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in planes)
-        return module.ExpertWeights(words, scales, None)
-
-    found = module.takes(
-        jax.ShapeDtypeStruct((rows, case.hidden), jnp.bfloat16),
-        stored(2 * case.inner, case.hidden),
-        stored(case.hidden, case.inner),
-        formats=(case.format.name,) * 2,
-        squares=jax.ShapeDtypeStruct((rows, case.hidden // SQUARES.chunk), jnp.float32),
-        activation=case.activation,
-        is_adapted=False,
-        tiles=copied(slots, changed),
-    )
-    assert found == is_copied_in_pallas(case, changed)

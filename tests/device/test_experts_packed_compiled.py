@@ -1,4 +1,4 @@
-"""Kernels of experts with TMA copies of packed weights, as compiled for an absent GPU."""
+"""Kernels of experts with TMA copies of the weight, as compiled for an absent GPU."""
 
 import os
 import subprocess
@@ -28,12 +28,13 @@ usual = Tiles.load("triton_gpu", MEASURED).experts.lines[0].tiles
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
-def compile(format, hidden, inner, scale, columns, activation, grouped, halves=2, warps=4):
+def compile(format, hidden, inner, scale, columns, activation, grouped, halves=2, **changed):
     cut = {"depth": 256, "down_depth": 256, "down_columns": 2 * columns, "columns": columns}
-    cut |= {"warps": warps, "down_warps": warps}
-    cut = replace(usual, copies_packed=True, grouped=grouped, **cut)
+    cut = replace(usual, copies_packed=True, grouped=grouped, **(cut | changed))
     whole = lambda inputs: -(-inputs // 128) * 128
     def stored(outputs, inputs):
+        if format == "plain":
+            return ExpertWeights(tensor(4, outputs, inputs), None, tensor(4, outputs))
         packed, shape = 8, (outputs, whole(inputs) // 32)
         if format == "fp8_w8a16":
             packed, shape = 4, (outputs // 128, whole(inputs) // 128)
@@ -64,20 +65,33 @@ with absent_cuda(is_whole=True) as compiler:
         compile("int4_w4a16", 2816, 704, torch.bfloat16, 32, GEMMA.activation, grouped)
         compile("fp8_w8a16", 2048, 512, torch.bfloat16, 32, GEMMA.activation, grouped)
         compile("fp8_w8a16", 2688, 1856, torch.float32, 32, NEMOTRON.activation, grouped, 1)
-    compile("fp8_w8a16", 2048, 512, torch.bfloat16, 32, GEMMA.activation, False, warps=2)
+    two = {"warps": 2, "down_warps": 2}
+    compile("fp8_w8a16", 2048, 512, torch.bfloat16, 32, GEMMA.activation, False, **two)
+    cut = {"depth": 128, "stages": 5, "down_depth": 128, "slots": 8}
+    for grouped in (False, True):
+        compile("plain", 2048, 512, None, 32, GEMMA.activation, grouped, **cut)
+        compile("plain", 2816, 704, None, 16, GEMMA.activation, grouped, **cut)
+        compile("plain", 2688, 1856, None, 32, NEMOTRON.activation, grouped, 1, **cut)
     for kernel in compiler.kernels:
         if "packed_sm90" in kernel.name:
-            print(kernel.name, kernel.spilled_bytes, kernel.registers)
+            print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)
 """
 
 
-def test_packed_experts_compile_without_spills(tmp_path: Path) -> None:
+HALF_BYTES = (228 * 2**10 - 2 * 2**10) // 2
+"""Shared memory of a program, of two on a multiprocessor; each takes 1 KB more."""
+
+
+def test_copied_experts_compile_without_spills(tmp_path: Path) -> None:
+    """Two programs or more with tiles of bfloat16 fit on a multiprocessor."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", COMPILES]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 22, done.stderr
-    assert {spilled for _, spilled, _ in lines} == {"0"}
-    assert max(int(registers) for *_, registers in lines) <= 128
+    assert len(lines) == 34, done.stderr
+    assert {spilled for _, spilled, *_ in lines} == {"0"}
+    assert max(int(registers) for *_, registers, _ in lines) <= 128
+    assert max(int(registers) for *_, registers, _ in lines[22:]) <= 64
+    assert max(int(shared) for *_, shared in lines[22:]) <= HALF_BYTES

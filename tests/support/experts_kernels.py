@@ -233,6 +233,11 @@ def _expert(block: Block, activation: Activation, number: int, x: np.ndarray) ->
     return block.down[number] @ _rounded(inner) + second
 
 
+def check_equal(one: Found, other: Found, count: int | None = None) -> None:
+    for name, x, y in zip(Found._fields, one, other, strict=True):
+        np.testing.assert_array_equal(x[:count], y[:count], err_msg=name)
+
+
 def _same(inner: Any) -> Any:
     """Returns its argument: a single rank has all inner columns."""
     return inner

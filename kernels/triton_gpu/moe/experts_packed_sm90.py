@@ -1,12 +1,12 @@
-"""Grouped GEMMs of experts with a packed weight, for tiles of few slots, with TMA (Gluon).
+"""Grouped GEMMs of experts for tiles of few slots, with TMA (Gluon).
 
-Outputs are the rows of the MMA, slots its columns. TMA copies blocks of packed words to a ring in
-shared memory, which also has the rows of the slots. A program loads all scales of its outputs at
-its start, those of FP8 some steps ahead. The down GEMM copies its first words before the gate-up
-GEMM ends.
+Outputs are the rows of the MMA, slots its columns. TMA copies blocks of the weight, in bfloat16 or
+packed words, to a ring in shared memory, which also has the rows of the slots. A program loads all
+scales of its outputs at its start, those of FP8 some steps ahead. The down GEMM copies the first
+blocks of its weight before the gate-up GEMM ends.
 
-Accumulation is one chain along the inputs, a weight is dequantised as by `block_loaders`, and the
-epilogues compute as in `experts`, so the bits equal those kernels'.
+Accumulation is one chain along the inputs, a packed weight is dequantised as by `block_loaders`,
+and the epilogues compute as in `experts`, so the bits equal those kernels'.
 """
 
 import torch
@@ -30,19 +30,19 @@ from kernels.triton_gpu.moe.experts_packed_sm90_mainloop import (
     WORDS,
     PackedExpertConfig,
     allocated,
-    at_lanes,
     begin_rows,
-    begin_words,
+    begin_weight,
     product_of,
     slots_of,
 )
 from kernels.triton_gpu.moe.moe_align import ExpertBlocks
 from kernels.triton_gpu.moe.router import RouterChunks
 from shared.models.activation import Activation
+from shared.models.formats.weight_format import PLAIN
 
 _FP8 = "fp8_w8a16"
-FORMATS = (_FP8, "int4_w4a16", "mxfp4_w4a16")
-"""Formats with a dequantisation in the main loop."""
+FORMATS = (PLAIN, _FP8, "int4_w4a16", "mxfp4_w4a16")
+"""Formats of bfloat16, and with a dequantisation in the main loop."""
 _MOST_OUTPUTS, _MOST_OF_DOWN = 128, 64
 """Maximum outputs of a tile of gate and up, and of down, a chunk of squares."""
 
@@ -59,12 +59,16 @@ def takes(
     activation: Activation,
     tiles: ExpertsTiles,
 ) -> bool:
-    """Returns whether `launch_gated` and `launch_down` support a block; without a gate FP8 only."""
+    """Returns whether `launch_gated` and `launch_down` support a block.
+
+    With FP8 or bfloat16 both weights must have one format. Four bits require a gate.
+    """
     halves = activation.num_projections
     inner = gate_up.weights.shape[1] // halves
     if not tiles.copies_packed or not is_on_hopper() or x.dtype != torch.bfloat16:
         return False
-    if formats != (_FP8, _FP8) and (_FP8 in formats or halves == 1):
+    has_four_bits = _FP8 not in formats and PLAIN not in formats
+    if not (halves == 2 if has_four_bits else formats[0] == formats[1]):
         return False
     is_tile = halves * tiles.columns <= _MOST_OUTPUTS and tiles.down_columns <= _MOST_OF_DOWN
     is_tile &= tiles.slots <= 32
@@ -76,8 +80,10 @@ def takes(
 def _is_supported(stored: ExpertWeights, format: str) -> bool:
     """Returns whether a line of words has whole int32 of scales, and each output its own scales.
 
-    FP8 scales can have any layout.
+    FP8 scales can have any layout; bfloat16 has none.
     """
+    if format == PLAIN:
+        return stored.weights.dtype == torch.bfloat16
     if format not in FORMATS or format == _FP8:
         return format == _FP8
     outputs, words = stored.weights.shape[1:]
@@ -96,11 +102,12 @@ def _config(
     gate_up = tiles.columns, tiles.depth, tiles.warps
     down = tiles.down_columns, tiles.down_depth, tiles.down_warps
     columns, depth, warps = down if is_down else gate_up
-    in_line = WORDS.value * sizes.loads.format.packed
+    format = sizes.loads.format
+    in_line = _line_width(stored) * format.packed
     lines = max(1, depth // in_line)
-    scales = stored.scales.shape[-1] * stored.scales.element_size() // 4
-    if sizes.loads.format.name == _FP8:
-        scales = 0
+    scales = 0
+    if format.name not in (PLAIN, _FP8):
+        scales = stored.scales.shape[-1] * stored.scales.element_size() // 4
     of_line = scales * WORDS.value // sizes.loads.weight.row
     steps = -(-sizes.K // (lines * in_line))
     return PackedExpertConfig(
@@ -110,6 +117,7 @@ def _config(
         halves=halves,
         stages=tiles.down_stages if is_down else tiles.stages,
         lines=lines,
+        in_line=in_line,
         scale_words=scales,
         scales_of_line=of_line,
         scale_rows=triton.next_power_of_2(steps * lines * of_line),
@@ -117,12 +125,18 @@ def _config(
     )
 
 
+def _line_width(stored: ExpertWeights) -> int:
+    """Returns the stored elements of an output in a line of shared memory."""
+    return WORDS.value * 4 // stored.weights.element_size()
+
+
 def _described(stored: ExpertWeights, config: PackedExpertConfig) -> TensorDescriptor:
-    """Returns the descriptor of a weight, `[stored halves, outputs, words]`."""
-    experts, outputs, words = stored.weights.shape
-    weight = stored.weights.view(experts * config.halves, outputs // config.halves, words)
-    block = [config.halves, config.width // config.halves, WORDS.value]
-    layout = gl.NVMMASharedLayout(128, element_bitwidth=32, rank=3)
+    """Returns the descriptor of a weight, `[stored halves, outputs, elements]`."""
+    experts, outputs, elements = stored.weights.shape
+    weight = stored.weights.view(experts * config.halves, outputs // config.halves, elements)
+    block = [config.halves, config.width // config.halves, _line_width(stored)]
+    bits = 8 * stored.weights.element_size()
+    layout = gl.NVMMASharedLayout(128, element_bitwidth=bits, rank=3)
     return TensorDescriptor.from_tensor(weight, block, layout)
 
 
@@ -213,7 +227,7 @@ def launch_down(
 def _gated_packed_sm90_kernel(
     x_at,
     squares_at,
-    words_of,
+    weight_of,
     stored,
     ids_at,
     expert_blocks,
@@ -239,8 +253,8 @@ def _gated_packed_sm90_kernel(
     if tile.count == 0:
         return
     first = gl.program_id(0) % blocks * columns
-    ring = allocated(words_of, sizes, config)
-    scales = begin_words(words_of, stored, tile, first, ring, sizes, config)
+    ring = allocated(weight_of, config)
+    scales = begin_weight(weight_of, stored, tile, first, ring, sizes, config)
     row = tile.slots // sizes.slots
     begin_rows(x_at, row, tile, ring, sizes, config)
     if is_launched:  # the down GEMM may copy its first words
@@ -249,13 +263,13 @@ def _gated_packed_sm90_kernel(
     scale = gl.full((config.lanes,), 1.0, gl.float32, gl.SliceLayout(1, of_squares))
     if chunks.count > 0:
         lane = gl.arange(0, config.lanes, gl.SliceLayout(1, of_squares))
-        of_row = at_lanes(row, lane, config)
+        of_row = _at_lanes(row, lane, config)
         chunk = gl.arange(0, chunks.spread, gl.SliceLayout(0, of_squares))
         is_chunk = (lane < tile.count)[:, None] & (chunk < chunks.count)[None, :]
         at = squares_at + of_row.to(gl.int64)[:, None] * chunks.count + chunk[None, :]
         total = add_up(gl.load(at, mask=is_chunk, other=0.0), chunks.digits)
         scale = gl.rsqrt(total * (1.0 / sizes.K) + eps)
-    acc = product_of(words_of, x_at, row, tile, first, ring, scales, sizes, config)
+    acc = product_of(weight_of, x_at, row, tile, first, ring, scales, sizes, config)
     gate, up = acc, acc
     if is_gated:
         gate, up = _gate_and_up(acc, config)
@@ -271,10 +285,18 @@ def _gated_packed_sm90_kernel(
             up += gl.load(bias + N, mask=is_column, other=0.0).to(gl.float32)[:, None]
     out = act_and_mul(gate, up, activation) if is_gated else relu_squared(gate)
     lane = gl.arange(0, config.lanes, gl.SliceLayout(0, layout))
-    slots = at_lanes(tile.slots, lane, config)
+    slots = _at_lanes(tile.slots, lane, config)
     place = slots.to(gl.int64)[None, :] * N + column[:, None]
     keep = (lane < tile.count)[None, :] & is_column[:, None]
     gl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def _at_lanes(slots, lane, config: gl.constexpr):
+    """Returns the slots of a tile, or their rows, in the layout of the lanes."""
+    if config.is_grouped:
+        slots = gl.convert_layout(slots, lane.type.layout)
+    return slots + lane * 0
 
 
 @gluon.jit
@@ -289,7 +311,7 @@ def _gate_and_up(acc, config: gl.constexpr):
 @gluon.jit
 def _down_packed_sm90_kernel(
     x_at,
-    words_of,
+    weight_of,
     stored,
     ids_at,
     expert_blocks,
@@ -312,15 +334,15 @@ def _down_packed_sm90_kernel(
         if is_launched:
             gdc_wait()
         return
-    ring = allocated(words_of, sizes, config)
+    ring = allocated(weight_of, config)
     first = block * config.width
-    scales = begin_words(words_of, stored, tile, first, ring, sizes, config)
+    scales = begin_weight(weight_of, stored, tile, first, ring, sizes, config)
     if is_launched:
         gdc_wait()
     begin_rows(x_at, tile.slots, tile, ring, sizes, config)
     if is_launched:
         gdc_launch_dependents()
-    acc = product_of(words_of, x_at, tile.slots, tile, first, ring, scales, sizes, config)
+    acc = product_of(weight_of, x_at, tile.slots, tile, first, ring, scales, sizes, config)
     layout: gl.constexpr = acc.type.layout
     column = first + gl.arange(0, config.width, gl.SliceLayout(1, layout))
     is_column = column < N
@@ -328,7 +350,7 @@ def _down_packed_sm90_kernel(
         bias = stored.bias + tile.expert.to(gl.int64) * N + column
         acc += gl.load(bias, mask=is_column, other=0.0).to(gl.float32)[:, None]
     lane = gl.arange(0, config.lanes, gl.SliceLayout(0, layout))
-    slots = at_lanes(tile.slots, lane, config)
+    slots = _at_lanes(tile.slots, lane, config)
     place = slots.to(gl.int64)[None, :] * N + column[:, None]
     gl.store(parts_at + place, acc, mask=(lane < tile.count)[None, :] & is_column[:, None])
     if not config.is_grouped:

@@ -1,4 +1,4 @@
-"""Main loop of the GEMMs of experts with TMA copies of a packed weight (Gluon)."""
+"""Main loop of the GEMMs of experts with TMA copies of the weight (Gluon)."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
 from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 
 WORDS = gl.constexpr(32)
-"""Words of an output in a line of shared memory."""
+"""Words of an output in a line of shared memory, 128 bytes."""
 LANES = gl.constexpr(8)
 """Columns of an MMA."""
 ROWS = gl.constexpr(16)
@@ -34,9 +34,10 @@ class PackedExpertConfig(NamedTuple):
       lanes: Columns of the product: slots of an expert block, or copies of one slot.
       width, halves: Outputs of a tile; 2 if half of them are of the gate and half of up, else 1.
       warps: Warps, each with `ROWS` outputs or a multiple.
-      stages, lines: Stages of the ring, and lines of words in each.
+      stages, lines: Stages of the ring, and lines in each, of packed words or bfloat16.
+      in_line: Inputs of a line.
       scale_words, scales_of_line, scale_rows: Words of an output's scales, in memory, for a line,
-        and in shared memory; 0 for FP8.
+        and in shared memory; 0 for FP8 and bfloat16.
       is_grouped: Whether tiles are expert blocks.
     """
 
@@ -46,6 +47,7 @@ class PackedExpertConfig(NamedTuple):
     halves: int
     stages: int
     lines: int
+    in_line: int
     scale_words: int
     scales_of_line: int
     scale_rows: int
@@ -56,11 +58,11 @@ class PackedExpertRing(NamedTuple):
     """Shared memory of a program.
 
     Attributes:
-      words, rows: Ring of blocks of the weight, and of the rows.
-      full: Barriers: the words of a stage are loaded.
+      weight, rows: Ring of blocks of the weight, and of the rows.
+      full: Barriers: the weight of a stage is loaded.
     """
 
-    words: Any
+    weight: Any
     rows: Any
     full: Any
 
@@ -96,23 +98,15 @@ def slots_of(number, ids_at, expert_blocks, config: gl.constexpr):
 
 
 @gluon.jit
-def at_lanes(slots, lane, config: gl.constexpr):
-    """Returns the slots of a tile, or their rows, in the layout of the lanes."""
-    if config.is_grouped:
-        slots = gl.convert_layout(slots, lane.type.layout)
-    return slots + lane * 0
-
-
-@gluon.jit
-def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
+def allocated(weight_of, config: gl.constexpr):
     """Allocates the shared memory of a program, and prepares its barriers."""
-    step: gl.constexpr = config.lines * WORDS * sizes.loads.format.packed
+    step: gl.constexpr = config.lines * config.in_line
     rows: gl.constexpr = config.lanes if config.is_grouped else 1
     swizzle: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8 if config.is_grouped else 1, [1, 0])
     stages: gl.constexpr = config.stages
     ring = PackedExpertRing(
-        words=gl.allocate_shared_memory(
-            gl.int32, [stages * config.lines] + words_of.block_type.shape, words_of.layout
+        weight=gl.allocate_shared_memory(
+            weight_of.dtype, [stages * config.lines] + weight_of.block_type.shape, weight_of.layout
         ),
         rows=gl.allocate_shared_memory(gl.bfloat16, [stages, rows, step], swizzle),
         full=gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout()),
@@ -124,14 +118,17 @@ def allocated(words_of, sizes: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def begin_words(words_of, stored, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
-    """Copies the first words; returns all scales in shared memory, or the first `FP8Scales`."""
+def begin_weight(weight_of, stored, tile, first, ring, sizes: gl.constexpr, config: gl.constexpr):
+    """Copies the first blocks of the weight; returns all scales in shared memory, the first
+    `FP8Scales`, or nothing for bfloat16.
+    """
     first_steps: gl.constexpr = config.stages - 1
     for step in gl.static_range(first_steps):
-        _copy_words(words_of, tile, first, step, step, ring, sizes, config)
+        _copy_weight(weight_of, tile, first, step, step, ring, sizes, config)
+    scales = ()
     if sizes.loads.format.name == "fp8_w8a16":
         scales = _first_scales(stored, tile, first, sizes, config)
-    else:
+    elif sizes.loads.format.packed > 1:
         scales = _copied_scales(stored, tile, first, sizes, config)
     return scales
 
@@ -157,7 +154,7 @@ def _copied_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexp
 def _outputs_of(lane, tile, first, sizes: gl.constexpr, config: gl.constexpr):
     """Returns the outputs of rows of a product among those of all experts, and their mask."""
     column, half = first + lane, 0
-    if config.halves == 2:  # eight of gate, and the same of up, as `_load_words` returns them
+    if config.halves == 2:  # eight of gate, and the same of up, as `_load_line` returns them
         column, half = first + lane // 16 * 8 + lane % 8, lane // 8 % 2
     output = (tile.expert * config.halves + half) * sizes.N + column
     return output, column < sizes.N
@@ -168,7 +165,7 @@ def _first_scales(stored, tile, first, sizes: gl.constexpr, config: gl.constexpr
     """Loads the FP8 scales of the first steps, or the only one of each output."""
     lines: gl.constexpr = config.lines
     of_scales: gl.constexpr = sizes.loads.format.scales
-    ahead: gl.constexpr = max(1, _AHEAD // (lines * WORDS * sizes.loads.format.packed))
+    ahead: gl.constexpr = max(1, _AHEAD // (lines * config.in_line))
     layout: gl.constexpr = gl.SliceLayout(1, _words_layout(config.width, config.warps, WORDS))
     lane = gl.arange(0, config.width, layout)
     output, is_output = _outputs_of(lane, tile, first, sizes, config)
@@ -216,23 +213,25 @@ def begin_rows(x_at, row, tile, ring, sizes: gl.constexpr, config: gl.constexpr)
 
 
 @gluon.jit
-def _copy_words(words_of, tile, first, step, slot, ring, sizes: gl.constexpr, config: gl.constexpr):
-    """Copies the words of a step, if there is one; zeros after the last input."""
+def _copy_weight(
+    weight_of, tile, first, step, slot, ring, sizes: gl.constexpr, config: gl.constexpr
+):
+    """Copies the weight of a step, if there is one; zeros after the last input."""
     lines: gl.constexpr = config.lines
-    in_line: gl.constexpr = WORDS * sizes.loads.format.packed
+    line_width: gl.constexpr = weight_of.block_type.shape[2]
     full = ring.full.index(slot)
-    pred = step * (lines * in_line) < sizes.K
+    pred = step * (lines * config.in_line) < sizes.K
     mbarrier.expect(full, lines * config.width * WORDS * 4, pred=pred)
     for line in gl.static_range(lines):
-        place = ring.words.index(slot * lines + line)
-        at = [tile.expert * config.halves, first, (step * lines + line) * WORDS]
-        copy_tile(words_of, at, full, place, pred=pred)
+        place = ring.weight.index(slot * lines + line)
+        at = [tile.expert * config.halves, first, (step * lines + line) * line_width]
+        copy_tile(weight_of, at, full, place, pred=pred)
 
 
 @gluon.jit
 def _copy_rows(x_at, row, tile, step, slot, ring, sizes: gl.constexpr, config: gl.constexpr):
     """Copies the rows of a step; zeros after the last input."""
-    depth: gl.constexpr = config.lines * WORDS * sizes.loads.format.packed
+    depth: gl.constexpr = config.lines * config.in_line
     layout: gl.constexpr = _rows_layout(config)
     lane = step * depth + gl.arange(0, depth, gl.SliceLayout(0, layout))
     if config.is_grouped:
@@ -248,15 +247,15 @@ def _copy_rows(x_at, row, tile, step, slot, ring, sizes: gl.constexpr, config: g
 
 @gluon.jit
 def product_of(
-    words_of, x_at, row, tile, first, ring, scales, sizes: gl.constexpr, config: gl.constexpr
+    weight_of, x_at, row, tile, first, ring, scales, sizes: gl.constexpr, config: gl.constexpr
 ):
     """Multiplies the outputs of a tile with its slots, [outputs, lanes].
 
-    The scales are the result of `begin_words`.
+    The scales are the result of `begin_weight`.
     """
     stages: gl.constexpr = config.stages
     lines: gl.constexpr = config.lines
-    depth: gl.constexpr = lines * WORDS * sizes.loads.format.packed
+    depth: gl.constexpr = lines * config.in_line
     steps: gl.constexpr = (sizes.K + depth - 1) // depth
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [config.warps, 1], [16, 8])
     is_fp8: gl.constexpr = sizes.loads.format.name == "fp8_w8a16"
@@ -269,7 +268,7 @@ def product_of(
         async_copy.wait_group(stages - 2)
         mbarrier.wait(ring.full.index(slot), phase)
         free = (slot + stages - 1) % stages
-        _copy_words(words_of, tile, first, step + stages - 1, free, ring, sizes, config)
+        _copy_weight(weight_of, tile, first, step + stages - 1, free, ring, sizes, config)
         _copy_rows(x_at, row, tile, step + stages - 1, free, ring, sizes, config)
         own = later
         if is_fp8 and sizes.loads.format.scales.scales_in > 1:
@@ -278,7 +277,7 @@ def product_of(
             later = later[1:] + (_scales_of_step(at, mask, step + ahead, sizes, config),)
         for line in gl.static_range(lines):
             number = step * lines + line
-            words = _load_words(ring.words.index(slot * lines + line), config)
+            words = _load_line(ring.weight.index(slot * lines + line), config)
             x = ring.rows.index(slot)
             stored = own[line] if is_fp8 else _scales_of_line(scales, number, sizes, config)
             acc = _add_line(acc, words, stored, x, line, sizes, config)
@@ -305,16 +304,18 @@ def _scales_of_line(scales, number, sizes: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _add_line(acc, words, stored, x, line: gl.constexpr, sizes: gl.constexpr, config: gl.constexpr):
-    """Adds the products of a line of words, in input order."""
+    """Adds the products of a line, in input order; `words` are bfloat16 if there is no scale."""
     format: gl.constexpr = sizes.loads.format
-    in_line: gl.constexpr = WORDS * format.packed
+    first: gl.constexpr = line * config.in_line
     part: gl.constexpr = format.inputs // format.parts
-    blocks: gl.constexpr = in_line // format.inputs
-    pairs: gl.constexpr = format.parts // 2
-    for block in gl.static_range(blocks):
-        own = _block_of(words, block, part, config)
-        for byte in gl.static_range(pairs):
-            acc = _add_pair(acc, own, stored, x, block, byte, line * in_line, sizes, config)
+    blocks: gl.constexpr = config.in_line // format.inputs
+    if format.packed == 1:
+        acc = _add(acc, words, x, first, config)
+    else:
+        for block in gl.static_range(blocks):
+            own = _block_of(words, block, part, config)
+            for byte in gl.static_range(format.parts // 2):
+                acc = _add_pair(acc, own, stored, x, block, byte, first, sizes, config)
     return acc
 
 
@@ -377,15 +378,16 @@ def _add(acc, weight, x, first: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(place, config: gl.constexpr):
-    """Loads a line of words of each output; a warp has the same columns of gate and up."""
+def _load_line(place, config: gl.constexpr):
+    """Loads a line of each output; a warp has the same columns of gate and up."""
     width: gl.constexpr = config.width
-    layout: gl.constexpr = _line_layout(config.width, config.warps, config.halves)
+    columns: gl.constexpr = place.shape[2]
+    layout: gl.constexpr = _line_layout(config.width, config.warps, config.halves, columns)
     if config.halves == 1:
-        words = place.reshape((width, WORDS)).load(layout)
+        words = place.reshape((width, columns)).load(layout)
     else:
-        words = gl.reshape(place.load(layout), (2, width // 16, 8, WORDS))
-        words = gl.reshape(gl.permute(words, (1, 0, 2, 3)), (width, WORDS))
+        words = gl.reshape(place.load(layout), (2, width // 16, 8, columns))
+        words = gl.reshape(gl.permute(words, (1, 0, 2, 3)), (width, columns))
     return words
 
 
@@ -426,8 +428,8 @@ def _rows_layout(config):
 
 @gluon.constexpr_function
 def _words_layout(width, warps, columns):
-    """Returns the layout of some words that are an operand of the MMA, [outputs, columns]."""
-    reg = [[0, 1], [8, 0]] + [[0, each] for each in (8, 16) if each < columns]
+    """Returns the layout of words or bfloat16 as an operand of the MMA, [outputs, columns]."""
+    reg = [[0, 1], [8, 0]] + [[0, each] for each in (8, 16, 32) if each < columns]
     lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     rows = [[16 << each, 0] for each in range((width // 16).bit_length() - 1)]
     split = warps.bit_length() - 1
@@ -436,13 +438,13 @@ def _words_layout(width, warps, columns):
 
 
 @gluon.constexpr_function
-def _line_layout(width, warps, halves):
-    """Returns the layout of lines of words, [outputs, words] or [2, outputs / 2, words]."""
+def _line_layout(width, warps, halves, columns):
+    """Returns the layout of lines, [outputs, columns] or [2, outputs / 2, columns]."""
     if halves == 1:
-        return _words_layout(width, warps, 32)
-    reg = [[0, 0, 1], [1, 0, 0], [0, 0, 8], [0, 0, 16]]
+        return _words_layout(width, warps, columns)
+    reg = [[0, 0, 1], [1, 0, 0]] + [[0, 0, each] for each in (8, 16, 32) if each < columns]
     lane = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     rows = [[0, 8 << each, 0] for each in range((width // 16).bit_length() - 1)]
     split = warps.bit_length() - 1
     reg += rows[split:]
-    return gl.DistributedLinearLayout(reg, lane, rows[:split], [], [2, width // 2, 32])
+    return gl.DistributedLinearLayout(reg, lane, rows[:split], [], [2, width // 2, columns])
