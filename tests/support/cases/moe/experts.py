@@ -202,7 +202,7 @@ TABLE += large_cases(
     rows=(1, 4, 8, 32),
     quantized=QUANTIZED["FP8"],
 )
-TABLE += large_cases("scales, 128 of 704", 2816, GEMMA)
+TABLE += large_cases("scales, 128 of 704", 2816, GEMMA, rows=(1, 4, 8, 32, 512))
 TABLE += large_cases(
     "INT4 scales, 32 of 704",
     2816,
@@ -210,7 +210,7 @@ TABLE += large_cases(
     quantized=QUANTIZED["INT4 in groups of 32"],
 )
 TABLE += large_cases("biases, 32 of 2880", 2880, OSS)
-TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON)
+TABLE += large_cases("no gate, 32 of 1856", 2688, NEMOTRON, rows=(1, 4, 8, 32, 512))
 TABLE += [
     case
     for kind in ("FP8", "FP8 by channels in float32")
