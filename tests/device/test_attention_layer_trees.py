@@ -83,16 +83,19 @@ SEPARATE |= {"splits": 1}
 """Separate programs for the context."""
 TOGETHER = [None, {"placed": True}, {"programs": 5, "splits": 1}]
 ORDER = replace(SHORT, split=16)
-each_config = pytest.mark.parametrize(
-    ("run", "tiles"), in_languages([*TOGETHER, SEPARATE], TOGETHER), indirect=["run"], ids=str
-)
+
+
+def each_config(compiled):
+    """Each configuration in Triton, and those of `compiled` in Pallas, which XLA compiles."""
+    configs = in_languages([*TOGETHER, SEPARATE], compiled)
+    return pytest.mark.parametrize(("run", "tiles"), configs, indirect=["run"], ids=str)
 
 
 def how_of(tiles: dict | None) -> How:
     return How(True, ORDER, tiles=tiles and replace(SHARED, lanes=16, **tiles))
 
 
-@each_config
+@each_config([TOGETHER[0], TOGETHER[2]])
 def test_tree_row_bits_equal_plain_decoding(tiles: dict | None, run) -> None:
     """Windows cross tiles, so nodes and their positions in plain decoding differ in tile."""
     case = tree_case([16, 9], [27, 105], nodes=16, columns=9, half=not INTERPRET)
@@ -127,7 +130,7 @@ def test_sliding_window_tree_row_bits_equal_plain_decoding(
     assert num_moved(case, how_of(tiles), rows, run) >= 4
 
 
-@each_config
+@each_config([TOGETHER[1]])
 def test_tree_level_bits_equal_whole_tree(tiles: dict | None, run) -> None:
     """Rows of the last nodes only, as of a draft step; others are in the pools."""
     case, how = tree_case([16, 9], [27, 105], nodes=16, columns=9), how_of(tiles)

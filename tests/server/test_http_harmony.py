@@ -34,26 +34,21 @@ STOP = {
     "type": "function",
     "function": {"name": "stop", "parameters": {"type": "object", "properties": {}}},
 }
+ACCEPTED = "tandem:spec_decode_num_accepted_tokens_total"
 QUESTION = {"role": "user", "content": "Which?"}
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 
 
-@pytest.fixture(scope="module", params=[(), NGRAM], ids=["plain", "NGRAM"])
-def drafting(request) -> tuple[str, ...]:
-    """Flags of speculative decoding."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def server(drafting, tmp_path_factory) -> Iterator[Server]:
+def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("model")
     write_tiny(folder, "gpt_oss", 7)
     save_tokenizer(folder, harmony_tokenizer(), HARMONY_END)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     line = ["--port", "0", "--model-path", str(folder), "--grammar-backend", "llguidance"]
-    line += ["--tool-call-parser", "gpt-oss", "--reasoning-parser", "gpt-oss", *drafting]
+    line += ["--tool-call-parser", "gpt-oss", "--reasoning-parser", "gpt-oss", *NGRAM]
     with serving(["-m", "torch_impl.serve", *line, "--max-running-requests", "4"]) as running:
         yield running
 
@@ -64,10 +59,13 @@ def end_of(server: Server) -> int:
     return token
 
 
-def test_schema_constrains_final_channel_of_served_model(server, drafting) -> None:
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "NGRAM"])
+def test_schema_constrains_final_channel_of_served_model(server, drafts) -> None:
     """Each choice thinks or does not; a biased token ends its thoughts."""
     fields: dict[str, Any] = {"response_format": FORMAT, "max_tokens": 150, "temperature": 2.0}
     fields |= {"n": 8, "seed": 3, "logit_bias": {str(end_of(server)): 5}}
+    fields |= {} if drafts else {"speculative": {"enabled": False}}
+    before = server.metrics()[ACCEPTED]
     answer = server.post(CHAT, messages=[QUESTION], **fields)
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
@@ -76,8 +74,7 @@ def test_schema_constrains_final_channel_of_served_model(server, drafting) -> No
     for message in messages:
         jsonschema.validate(json.loads(message["content"]), SCHEMA)
     assert any(each["message"].get("reasoning_content") for each in choices)
-    accepted = server.metrics()["tandem:spec_decode_num_accepted_tokens_total"]
-    assert (accepted > 0) == bool(drafting)
+    assert (server.metrics()[ACCEPTED] > before) == drafts
 
 
 def test_reasoning_of_call_reaches_next_prompt(server) -> None:
