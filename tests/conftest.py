@@ -141,9 +141,7 @@ HOST_FILES = (
     "_contract.py",
     "_contract_memory.py",
     "test_backend_start.py",
-    "test_grammar_masks.py",
     "test_shared_rows.py",
-    "test_joined_trees.py",
     "test_cross_backend_ngram.py",
     "test_tree_behaviour.py",
 )
