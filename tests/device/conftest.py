@@ -1,6 +1,7 @@
 """Fixtures of the tests that call kernels."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -24,3 +25,19 @@ def interpreted() -> Iterator[None]:
 
     with triton_interpreter():
         yield
+
+
+@pytest.fixture
+def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the rows of the tiles of each launch of `linear_swap_ab`."""
+    from tests.support.kernels import KERNELS
+
+    module, calls = KERNELS["triton"]["linear"].linear_swap_ab, list[int]()
+    healthy = module.launch
+
+    def launch(*args: Any, config: Any, **how: Any) -> None:
+        calls.append(config.rows)
+        healthy(*args, config=config, **how)
+
+    monkeypatch.setattr(module, "launch", launch)
+    return calls

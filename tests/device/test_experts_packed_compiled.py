@@ -1,12 +1,11 @@
 """Kernels of experts with TMA copies of the weight, as compiled for an absent GPU."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support.compiled_triton import HALF_BYTES, compiled_by
 
 # An import in this process, before the tests of kernels select the interpreter, would break them.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -78,20 +77,11 @@ with absent_cuda(is_whole=True) as compiler:
 """
 
 
-HALF_BYTES = (228 * 2**10 - 2 * 2**10) // 2
-"""Shared memory of a program, of two on a multiprocessor; each takes 1 KB more."""
-
-
 def test_copied_experts_compile_without_spills(tmp_path: Path) -> None:
     """Two programs or more with tiles of bfloat16 fit on a multiprocessor."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 34, done.stderr
-    assert {spilled for _, spilled, *_ in lines} == {"0"}
-    assert max(int(registers) for *_, registers, _ in lines) <= 128
-    assert max(int(registers) for *_, registers, _ in lines[22:]) <= 64
-    assert max(int(shared) for *_, shared in lines[22:]) <= HALF_BYTES
+    found = compiled_by(COMPILES, tmp_path)
+    assert len(found) == 34
+    assert {kernel.spilled for kernel in found} == {0}
+    assert max(kernel.registers for kernel in found) <= 128
+    assert max(kernel.registers for kernel in found[22:]) <= 64
+    assert max(kernel.shared for kernel in found[22:]) <= HALF_BYTES

@@ -1,8 +1,7 @@
-"""GEMMs of 33 to 256 rows with packed weights, copied by TMA: bits of the ordinary kernel."""
+"""GEMMs of 33 to 256 rows with packed weights in `linear_swap_ab`: bits of the ordinary kernel."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,20 +32,6 @@ TILES = {
 def cuts(format: str, kind: str) -> list[LinearTiles]:
     sizes = TILES["FP8" if format == "FP8" else "INT4"]
     return [copied("triton", kind, rows=x, depth=y, stages=z) for x, y, z in sizes]
-
-
-@pytest.fixture
-def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the rows of the tiles of each launch of `linear_swap_ab`."""
-    module, calls = KERNELS["triton"]["linear"].linear_swap_ab, list[int]()
-    healthy = module.launch
-
-    def launch(*args: Any, config: Any, **how: Any) -> None:
-        calls.append(config.rows)
-        healthy(*args, config=config, **how)
-
-    monkeypatch.setattr(module, "launch", launch)
-    return calls
 
 
 @pytest.mark.gpu

@@ -1,12 +1,11 @@
 """GEMMs with swap-AB, copied by TMA, as compiled for an absent GPU."""
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support.compiled_triton import HALF_BYTES, compiled_by
 
 COMPILES = """
 import torch
@@ -61,20 +60,13 @@ with absent_cuda(is_whole=True) as compiler:
         print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)
 """
 
-HALF_BYTES = (228 * 2**10 - 2 * 2**10) // 2
-"""Shared memory of a program, of two on a multiprocessor; each takes 1 KB more."""
-
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_swap_ab_linear_compiles_without_spills(tmp_path: Path) -> None:
     """Tiles of few rows in bfloat16 leave half of a multiprocessor to the next kernel."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 15, done.stderr
-    assert {(name, spilled) for name, spilled, *_ in lines} == {("_linear_swap_ab_kernel", "0")}
-    assert [registers for *_, registers, _ in lines] == ["128"] * 7 + ["80"] * 8
-    assert max(int(shared) for *_, shared in lines[7:]) <= HALF_BYTES
+    found = compiled_by(COMPILES, tmp_path)
+    assert len(found) == 15
+    assert {kernel.name for kernel in found} == {"_linear_swap_ab_kernel"}
+    assert {kernel.spilled for kernel in found} == {0}
+    assert [kernel.registers for kernel in found] == [128] * 7 + [80] * 8
+    assert max(kernel.shared for kernel in found[7:]) <= HALF_BYTES

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,20 +27,6 @@ def cuts(rows: int, kind: str) -> list[LinearTiles]:
     sizes = LARGE_SIZES if rows > 32 else [size for size in SIZES if rows <= size[0]]
     found = [copied("triton", kind, rows=x, depth=y, stages=z) for x, y, z in sizes]
     return found + [replace(found[0], trigger=trigger) for trigger in (1, 2)]
-
-
-@pytest.fixture
-def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns the rows of the tiles of each launch of `linear_swap_ab`."""
-    module, calls = KERNELS["triton"]["linear"].linear_swap_ab, list[int]()
-    healthy = module.launch
-
-    def launch(*args: Any, config: Any, **how: Any) -> None:
-        calls.append(config.rows)
-        healthy(*args, config=config, **how)
-
-    monkeypatch.setattr(module, "launch", launch)
-    return calls
 
 
 @pytest.mark.gpu
