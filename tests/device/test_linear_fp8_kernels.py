@@ -134,7 +134,7 @@ def test_fp8_dequantise_every_value_bitwise_equal(granularity: Granularity, lang
     [
         ({"persistent": True}, "never persistent"),
         ({"described": True, "swapped": False, "depth": 256}, "must be swapped if described"),
-        ({"described": True, "depth": 64}, "depth must be a power of two from 256, got 64"),
+        ({"described": True, "depth": 64}, "depth must be a power of two from 128, got 64"),
         ({"described": True, "depth": 256, "stages": 1}, "stages must be at least 2, got 1"),
     ],
     ids=str,
