@@ -30,9 +30,10 @@ import triton
 from torch import Tensor
 
 from bench.common.environment import write_results
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS
 from kernels.tiles import LinearTiles, Tiles
 from kernels.triton_gpu.gemm import linear
-from shared.models.formats.fp8_w8a16 import FP8_BLOCK
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK, SCALE_FACTOR
 from shared.models.formats.weight_format import PLAIN
 from shared.spec.reduction_order import LINEAR, SQUARES
 from tests.support.op_case import table
@@ -51,8 +52,6 @@ LAYERS = 6
 FORMATS = {"BF16": PLAIN, "FP8": "fp8_w8a16", "INT4": "int4_w4a16"}
 GROUP = 128
 """Inputs with a scale."""
-COUNTERS = 4096
-"""Arrival counters, enough for all blocks of a GEMM in segments."""
 REPLAYS = 30
 
 Changes = Mapping[str, Any]
@@ -71,6 +70,7 @@ class Layers:
 
     Attributes:
       format: Name in `FORMATS`.
+      x: The rows.
     """
 
     def __init__(self, format: str, rows: int, device: str) -> None:
@@ -78,8 +78,8 @@ class Layers:
         self.format, self._device = format, device
         self._weights = [{name: self._weight(name) for name in GEMMS} for _ in range(LAYERS)]
         self._norm = torch.ones(HIDDEN, device=device)
-        self._x = torch.randn((rows, HIDDEN), device=device).bfloat16()
-        self._arrivals = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.x = torch.randn((rows, HIDDEN), device=device).bfloat16()
+        self._arrivals = torch.zeros(MOST_SEPARATE_BLOCKS, dtype=torch.int32, device=device)
 
     def _weight(self, name: str) -> Weight:
         """Returns a random weight: any bits of packed values, with scales of about a model's."""
@@ -88,12 +88,10 @@ class Layers:
         if self.format == "BF16":
             values = torch.randn((outputs, inputs), dtype=torch.bfloat16, device=self._device)
             return Weight(values / inputs**0.5, None)
-        packed, largest = (8, 0.2) if self.format == "INT4" else (4, 0.004)
+        packed, largest = (8, 0.2) if self.format == "INT4" else (4, SCALE_FACTOR / 128)
         across = outputs if self.format == "INT4" else outputs // FP8_BLOCK
         words = torch.empty((outputs, inputs // packed), dtype=torch.int32, device=self._device)
         words.random_(-(2**31), 2**31 - 1)
-        if self.format == "FP8":
-            words &= 0x77777777  # no NaN
         scales = torch.rand((across, inputs // GROUP), device=self._device)
         return Weight(words, (scales * (largest / inputs**0.5)).bfloat16())
 
@@ -110,7 +108,7 @@ class Layers:
             sizes = {"outputs": outputs, "gated": int(name == "gate_up")}
             sizes |= {"item_bytes": {"BF16": 2, "FP8": 1, "INT4": 0.5}[self.format]}
             sizes |= {"one_segment": int(self._segments(name) == 1)}
-            selected = table.of(rows=len(self._x), **sizes)
+            selected = table.of(rows=len(self.x), **sizes)
             found[name] = replace(selected, **(common | own[name]))
         return found
 
@@ -121,7 +119,7 @@ class Layers:
 
     def run(self, tiles: Mapping[str, LinearTiles], attend: Callable[[], Any]) -> list[Tensor]:
         """Computes all layers; returns the residual, the next input and its sums of squares."""
-        stream, rows = self._x, len(self._x)
+        stream, rows = self.x, len(self.x)
         squares = (stream.float() ** 2).reshape(rows, -1, SQUARES.chunk).sum(-1)
         x = stream
         for weights in self._weights:

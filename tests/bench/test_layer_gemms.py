@@ -46,6 +46,15 @@ def test_layer_gemms_bits_independent_of_tiles(bench: ModuleType, format: str) -
     assert bench.line_of({"format": format, "rows": 3} | found[0]).startswith(format)
 
 
+@pytest.mark.parametrize("format", ["BF16", "FP8", "INT4"])
+def test_layer_gemms_change_residual(bench: ModuleType, format: str) -> None:
+    """Weights of another magnitude would leave it as it was, or make it infinite."""
+    layers = bench.Layers(format, 3, "cpu")
+    stream, *_ = layers.run(layers.tiles(table_of(widens=format == "BF16"), {}), lambda: None)
+    change = (stream.float() - layers.x.float()).abs().mean().item()
+    assert 0.01 < change < 100
+
+
 def test_layer_gemms_detect_other_bits(bench: ModuleType) -> None:
     layers = bench.Layers("BF16", 3, "cpu")
     results = layers.run(layers.tiles(table_of(widens=True), {}), lambda: None)
