@@ -197,18 +197,15 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> list[Report]:
 
 
 def _report_of(model: Path, options: argparse.Namespace, command: Sequence[str]) -> Report:
-    others = {str(each) for each in options.model} - {str(model)}
+    others = set(options.model) - {model}
     if not others:
         return Report(shlex.join(command), options.out, options.kernels)
-    own = [word for word in command if word not in others]
-    if options.out is None:
-        return Report(shlex.join(own), None, options.kernels, model.name)
     name = model.name.replace("-", "_").replace(".", "_")
-    out = Path(str(options.out).replace("{model}", name))
-    if out == options.out:
+    words = [word.replace("{model}", name) for word in command if Path(word) not in others]
+    out = options.out and Path(str(options.out).replace("{model}", name))
+    if out and out == options.out:
         raise ValueError("--out contains {model} if there are several models")
-    own[own.index(str(options.out))] = str(out)
-    return Report(shlex.join(own), out, options.kernels, model.name)
+    return Report(shlex.join(words), out, options.kernels, model.name)
 
 
 class Start(NamedTuple):
