@@ -46,8 +46,8 @@ def wait_ready(server: Server, count: int) -> None:
 
 
 @contextmanager
-def routing(count: int) -> Iterator[Server]:
-    with serving([*FLAGS, str(count), *CHECKS, "--api-key", KEY]) as server:
+def routing(count: int, *more: str) -> Iterator[Server]:
+    with serving([*FLAGS, str(count), *CHECKS, "--api-key", KEY, *more]) as server:
         wait_ready(server, count)
         yield server
 
@@ -167,7 +167,7 @@ def test_sigterm_drains_and_leaves_nothing(tmp_path):
 
 @pytest.mark.matrix
 def test_second_signal_ends_all_at_once(tmp_path):
-    with routing(2) as server:
+    with routing(2, "--graceful-shutdown-timeout", "3600") as server:
         pids = server.pids()
         OpenStreams(server, 1, tmp_path / "gate")
         server.process.send_signal(signal.SIGTERM)
