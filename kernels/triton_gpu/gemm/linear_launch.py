@@ -35,8 +35,6 @@ from shared.spec.reduction_order import SquaresOrder
 
 _DESCRIBED_BYTES = 16
 """Alignment in bytes that TMA descriptors require of row strides."""
-
-
 _LINE_BYTES = 128
 """Bytes of an output in a block of `linear_swap_ab`."""
 

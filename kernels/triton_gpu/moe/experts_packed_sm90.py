@@ -84,8 +84,10 @@ def _is_supported(stored: ExpertWeights, format: str) -> bool:
     """
     if format == PLAIN:
         return stored.weights.dtype == torch.bfloat16
-    if format not in FORMATS or format == _FP8:
-        return format == _FP8
+    if format not in FORMATS:
+        return False
+    if format == _FP8:
+        return True
     outputs, words = stored.weights.shape[1:]
     of_line = stored.scales.shape[-1] * stored.scales.element_size() * WORDS.value // words
     return stored.scales.shape[1] == outputs and of_line % 4 == 0
