@@ -20,7 +20,7 @@ from tests.support.http_fixtures import (
     END,
     FAIL,
     POOL_TOKENS,
-    REFUSED,
+    REJECTED,
     SLOTS,
     SLOW,
     USER,
@@ -216,11 +216,11 @@ def test_chat_uses_template_and_remaining_context(server):
 
 def test_engine_rejection_returns_400(server):
     for stream in (False, True):
-        answer = server.post(COMPLETIONS, prompt=[REFUSED], n=2, stream=stream)
+        answer = server.post(COMPLETIONS, prompt=[REJECTED], n=2, stream=stream)
         assert answer.status_code == 400
         error = answer.json()["error"]
         assert (error["message"], error["param"]) == ("the engine refuses this prompt", "prompt")
-    answer = server.post(CHAT, messages=USER, logit_bias={str(REFUSED): 1})
+    answer = server.post(CHAT, messages=USER, logit_bias={str(REJECTED): 1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     server.wait_for_metric("tandem:num_requests_running", 0)
 

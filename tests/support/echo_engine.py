@@ -13,7 +13,7 @@ from shared.spec.logprobs import PromptLogprobs
 VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 FILLER = ord("-")
 # First tokens of a prompt; the last one also biased.
-CRASH, FAIL, SLOW, REFUSED, FREEZE = range(290, 295)
+CRASH, FAIL, SLOW, REJECTED, FREEZE = range(290, 295)
 HELD = [SLOW, SLOW]
 """Prompt of a request that gets no token after its first step until `release`."""
 RELEASED = "released"

@@ -52,7 +52,7 @@ from tests.support.echo_engine import (
     FAIL,
     FREEZE,
     FROZEN,
-    REFUSED,
+    REJECTED,
     RELEASED,
     SLOW,
     VOCAB,
@@ -153,7 +153,7 @@ class Repeater:
         return {**gauges, **labels}
 
     def add(self, request: Request) -> None:
-        if REFUSED in (request.prompt[0], *request.sampling.logit_bias):
+        if REJECTED in (request.prompt[0], *request.sampling.logit_bias):
             raise InvalidRequestError("prompt", "the engine refuses this prompt")
         self.waiting.append(request)
 
