@@ -97,12 +97,12 @@ class Round:
 
 @dataclass(frozen=True)
 class Session:
-    """A started engine that serves one batch size.
+    """A started engine.
 
     Attributes:
       backend: "torch" or "jax".
       draft: Drafter with its settings.
-      batch: Requests at once.
+      batch: Most requests at once.
     """
 
     backend: str
@@ -120,6 +120,7 @@ class Session:
         flags: Sequence[str],
         load: Load,
         wait: Callable[[], None] = lambda: None,
+        batches: Sequence[int] = (),
     ) -> Self:
         """Starts an engine.
 
@@ -128,6 +129,7 @@ class Session:
           flags: Flags of the server, without model and drafter.
           load: The longest load that will be served.
           wait: Called when all programs are ready, before the first step.
+          batches: Smaller batches that will be served, in programs of their own.
 
         Raises:
           ValueError: An option is invalid; one sentence.
@@ -142,15 +144,15 @@ class Session:
             context=context,
             radix_cache=False,
             chunk=load.batch * load.prompt,
+            batches=batches,
             wait=wait,
         )
         add_adapters(served)
         return cls(backend, draft, load.batch, served)
 
-    @property
-    def shape(self) -> TreeShape:
-        """The draft tree of a step."""
-        return draft_shape(self.served.memory.settled, self.batch)
+    def shape_of(self, batch: int) -> TreeShape:
+        """Returns the draft tree of a batch's step."""
+        return draft_shape(self.served.memory.settled, batch)
 
     @property
     def made(self) -> int:
@@ -244,7 +246,8 @@ class Session:
 
     def _in_the_middle(self, load: Load) -> tuple[BackendSpec, TreeShape, int, int]:
         context = load.prompt + load.output // 2
-        return self.served.memory.blueprint, self.shape, load.batch, context
+        shape = self.shape_of(load.batch)
+        return self.served.memory.blueprint, shape, load.batch, context
 
     def end(self) -> None:
         """Closes the engine and frees the device's memory."""

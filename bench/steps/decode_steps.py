@@ -3,7 +3,8 @@
     python -m bench.steps.decode_steps --backend torch jax --model bench/shapes/qwen3-8b \
         --batch 1 8 32 --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
 
-Every line is a batch that one drafter serves on one backend. Its limits are the time of the bytes
+Every line is a batch that one drafter serves on one backend; all batches share an engine's start.
+A line's limits are the time of the bytes
 that a step must read, at the rate of a large copy on the same device, and the time of its
 multiplications, at the rate of a large GEMM; the share is of both one after the other. Weights are
 random, so no draft is accepted; `--accept-length` simulates acceptance. Outputs that are guaranteed
@@ -12,7 +13,7 @@ previous round. On a CPU there are no kernels, clock and power. `--kernels` list
 kernels. `--adapters 0 1 8 --lora-rank 16` times requests of that many LoRA adapters, which have
 random weights, and shows how much longer their steps take; a start has one rank. `--tp-size 1 2`
 also serves with two ranks and compares outputs; its limits are those of a rank. `--at-once 6`
-prepares six lines side by side, which must fit into GPU memory together, and times them one by one.
+starts six engines side by side, which must fit into GPU memory together, and times them one by one.
 `--temperature 0 0.8 --top-p 0.95` also times sampled steps and shows how much longer they take than
 greedy ones. `--model` takes several folders, each with a file of its own: `--out` contains
 `{model}`.
@@ -83,7 +84,6 @@ def measure(session: Session, load: Load, rates: Rates, options: argparse.Namesp
         "steps": steps,
         "tokens_per_s": round(tokens / seconds, 1),
         "accept_length": round(tokens / steps / load.batch, 3),
-        "prompt_ms": round(1e3 * statistics.median(r.prompt_s for r in rounds), 2),
         "limit_ms": round(limit, 4),
         "products_ms": round(products, 4),
         "share_of_limit": round(limit / median, 4),
@@ -135,17 +135,21 @@ def begun(
     ranks: int,
     wait: Wait = lambda: None,
     more: Sequence[str] = (),
+    batches: Sequence[int] = (),
 ) -> Iterator[Session]:
     """A session that ends.
 
     Args:
+      batches: See `Session.begin`.
       overlap: None leaves it to the flags.
       wait: See `Session.begin`.
       more: Further flags of the server.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
     server_flags = [*flags(options, overlap), "--tp-size", str(ranks), *more]
-    session = Session.begin(backend, options.model, draft, folders, server_flags, load, wait)
+    session = Session.begin(
+        backend, options.model, draft, folders, server_flags, load, wait, batches
+    )
     try:
         yield session
     finally:
@@ -182,12 +186,11 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> list[Report]:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # In one process JAX does so, and torch goes first.
     backends = sorted(options.backend, key=list(SIDES).index)
-    sizes = [*product(options.batch, options.overlap_depth, options.tp_size)]
     starts = [
-        Start(model, backend, draft, rank, batch, overlap, ranks)
+        Start(model, backend, draft, rank, overlap, ranks)
         for model in models
         for rank, backend, draft in product(options.lora_rank, backends, drafts)
-        for batch, overlap, ranks in sizes
+        for overlap, ranks in product(options.overlap_depth, options.tp_size)
     ]
     if options.at_once > 1:
         _side_by_side(reports, backends, starts, options)
@@ -209,13 +212,12 @@ def _report_of(model: Path, options: argparse.Namespace, command: Sequence[str])
 
 
 class Start(NamedTuple):
-    """An engine that is to be started, once for all temperatures and numbers of adapters."""
+    """An engine that is to be started, once for all batches, temperatures and adapters."""
 
     model: Path
     backend: str
     draft: Draft
     lora_rank: int
-    batch: int
     overlap: int
     ranks: int
 
@@ -276,29 +278,35 @@ def _facts(wait: Wait, backend: str, ops: str) -> Iterator[SideFacts]:
 def _served(
     wait: Wait, start: Start, rates: Rates, options: argparse.Namespace
 ) -> Iterator[tuple[Line, Texts, bool]]:
-    """A line for each temperature with its texts, and whether they are plain decoding's."""
-    model, backend, draft, lora_rank, batch, overlap, ranks = start
+    """A line for each batch and temperature, its texts, and whether they equal plain decoding's."""
+    model, backend, draft, lora_rank, overlap, ranks = start
     options = argparse.Namespace(**(vars(options) | {"model": model}))
-    load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
-    counts = [*dict.fromkeys(min(adapters, batch) for adapters in options.adapters)]
-    more = adapter_flags(max(counts), lora_rank)
+    batches = sorted(options.batch)
+    sampled = [*zip(options.temperature, _top_ps(options), strict=True)]
+    load = Load(
+        batch=batches[-1], prompt=options.input, output=options.output, temperature=0, top_p=1
+    )
+    more = adapter_flags(min(max(options.adapters), load.batch), lora_rank)
     with (
         operations(options.ops, backend),
-        begun(backend, draft, load, options, overlap, ranks, wait, more) as session,
+        begun(backend, draft, load, options, overlap, ranks, wait, more, batches) as session,
     ):
-        sampled = [*zip(options.temperature, _top_ps(options), strict=True)]
-        times: dict[tuple[int, float], float] = {}  # by the number of adapters and the temperature
-        for adapters, (temperature, top_p) in product(counts, sampled):
-            asked = replace(load, temperature=temperature, top_p=top_p, adapters=adapters)
-            line: Line = measure(session, asked, rates, options) | {"lora_rank": lora_rank}
-            texts, ms = line.pop("texts"), line["ms"]
-            times[adapters, temperature] = ms
-            if temperature and (greedy := times.get((adapters, 0))):
-                line["over_greedy"] = round(ms / greedy - 1, 4)
-            if adapters and (base := times.get((0, temperature))):
-                line["over_base"] = round(ms / base - 1, 4)
-            keeps_text = session.served.keeps_text_at(temperature)
-            yield line | start_facts(session), texts, keeps_text
+        for batch in batches:
+            counts = [*dict.fromkeys(min(adapters, batch) for adapters in options.adapters)]
+            times: dict[tuple[int, float], float] = {}  # by the adapters and the temperature
+            for adapters, (temperature, top_p) in product(counts, sampled):
+                asked = replace(
+                    load, batch=batch, temperature=temperature, top_p=top_p, adapters=adapters
+                )
+                line: Line = measure(session, asked, rates, options) | {"lora_rank": lora_rank}
+                texts, ms = line.pop("texts"), line["ms"]
+                times[adapters, temperature] = ms
+                if temperature and (greedy := times.get((adapters, 0))):
+                    line["over_greedy"] = round(ms / greedy - 1, 4)
+                if adapters and (base := times.get((0, temperature))):
+                    line["over_base"] = round(ms / base - 1, 4)
+                keeps_text = session.served.keeps_text_at(temperature)
+                yield line | start_facts(session), texts, keeps_text
 
 
 def _top_ps(options: argparse.Namespace) -> list[float]:
@@ -359,7 +367,7 @@ def options() -> argparse.ArgumentParser:
     text = "LoRA adapters that requests take in turn, with random weights"
     parser.add_argument("--adapters", nargs="+", type=int, default=[0], metavar="N", help=text)
     parser.add_argument("--lora-rank", nargs="+", type=int, default=[16], metavar="R")
-    text = "lines to prepare side by side, each in its own process"
+    text = "engines to start side by side, each in its own process"
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help=text)
     return parser
 
