@@ -213,6 +213,19 @@ class LinearTiles:
         rows, stages = max(self.rows, 16), min(self.stages, most_stages)
         return replace(self, described=False, swapped=swapped, rows=rows, depth=128, stages=stages)
 
+    def dividing(self, inputs: int) -> "LinearTiles":
+        """Returns the tiles with half as deep steps, but as much memory, if `inputs` requires it.
+
+        TMA copies packed weights in whole steps.
+
+        Args:
+          inputs: Inputs of a segment.
+        """
+        half = self.depth // 2
+        if not self.copies_swapped or inputs % self.depth == 0 or inputs % half:
+            return self
+        return self if half < 2 * FP8_BLOCK else replace(self, depth=half, stages=2 * self.stages)
+
     @property
     def are_powers_of_two(self) -> bool:
         """Returns whether every kernel supports these columns."""

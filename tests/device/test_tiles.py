@@ -156,3 +156,23 @@ def test_linear_tiles_reject_separate_copies(change: str) -> None:
     tiles = next(tiles for tiles in lines if tiles.separate)
     with pytest.raises(ValueError, match="separate tiles must be without widens if described"):
         replace(tiles, widens=True, **{change: True})
+
+
+@pytest.mark.parametrize(
+    ("depth", "inputs", "expected"),
+    [
+        (512, 5376, (256, 6)),
+        (512, 5120, (512, 3)),
+        (512, 5248, (512, 3)),
+        (256, 5248, (256, 3)),
+    ],
+)
+def test_linear_tiles_halve_depth_for_whole_steps(
+    depth: int, inputs: int, expected: tuple[int, int]
+) -> None:
+    table = Tiles.load("triton_gpu", MEASURED).linear
+    packed = table.of(item_bytes=0.5, rows=1, outputs=16384, gated=0, one_segment=1)
+    found = replace(packed, depth=depth, stages=3).dividing(inputs)
+    assert (found.depth, found.stages) == expected
+    plain = table.of(item_bytes=2, rows=1, outputs=16384, gated=0, one_segment=1)
+    assert plain.dividing(inputs) is plain

@@ -120,6 +120,7 @@ def product(
     )
     # A GEMM in bfloat16 can have a fused all-gather instead.
     may_copy = is_alone and (gather is None or scales is not None)
+    tiles = tiles.dividing(x.shape[1] // segments)
     is_copied = may_copy and linear_swap_ab.takes(
         x, weight, scales, format=format, is_gated=is_gated, segments=segments, tiles=tiles
     )
