@@ -155,9 +155,6 @@ class LinearTiles:
       warps, stages: Warps and pipeline stages of the kernel.
       separate: Whether each segment of the inputs, see `LinearOrder`, has programs of its own, of
         which one adds the segments. Otherwise one program computes all segments of a tile.
-      trigger: When the next kernel may launch, in `linear_swap_ab` of Triton: 0 after the last
-        copies, 1 when the previous kernel has ended, 2 the same, but at the start of a GEMM that is
-        added to the residual stream.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated", "one_segment")
@@ -174,7 +171,6 @@ class LinearTiles:
     warps: int
     stages: int
     separate: bool = False
-    trigger: int = 0
 
     def __post_init__(self) -> None:
         is_narrow = self.swapped and self.described
@@ -194,7 +190,6 @@ class LinearTiles:
         if self.separate and (self.persistent or self.described and self.widens):
             raise ValueError("separate tiles must be without widens if described, never persistent")
         check_at_least(self, stages=2 if self.copies_swapped else 1)
-        check_one_of(self, trigger=(0, 1, 2))
 
     @property
     def copies_swapped(self) -> bool:

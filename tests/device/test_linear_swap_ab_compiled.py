@@ -53,8 +53,8 @@ with absent_cuda(is_whole=True) as compiler:
     compile("int4_w4a16", "added", segments=2, rows=128, stages=3)
     for kind in ("gated", "added"):
         compile("plain", kind, R=1, rows=16, depth=128, stages=6)
-        compile("plain", kind, R=16, rows=16, depth=128, stages=5, trigger=1)
-        compile("plain", kind, R=32, rows=32, depth=128, stages=4, trigger=2)
+        compile("plain", kind, R=16, rows=16, depth=128, stages=5)
+        compile("plain", kind, R=32, rows=32, depth=128, stages=4)
         compile("plain", kind, R=1, K=2880, rows=16, depth=128, stages=6)
     for kernel in compiler.kernels:
         print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)

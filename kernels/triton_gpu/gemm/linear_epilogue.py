@@ -113,7 +113,6 @@ class GemmTileConfig(NamedTuple):
         there is none.
       depth, stages: Inputs per step, and pipeline stages.
       segments, is_separate: Segments of the inputs, and whether they have programs of their own.
-      trigger: See `LinearTiles`.
       loads: Loads of the operands.
     """
 
@@ -127,7 +126,6 @@ class GemmTileConfig(NamedTuple):
     is_separate: bool
     is_swapped: bool
     is_persistent: bool
-    trigger: int
     loads: TileLoads
 
 

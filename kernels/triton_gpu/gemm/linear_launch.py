@@ -218,7 +218,6 @@ class GemmTiling:
             is_separate=is_separate,
             is_swapped=self.tiles.swapped,
             is_persistent=is_persistent,
-            trigger=self.tiles.trigger,
             loads=loads,
         )
 

@@ -211,18 +211,12 @@ def _copy(
     begin = 0
     if config.is_separate:
         begin = gl.program_id(1) * steps
-    # The kernel after an added GEMM waits before it reads what other kernels write.
-    is_first: gl.constexpr = config.trigger == 2 and sizes.is_added
-    if is_launched and is_first:
-        gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
         mbarrier.expect(full, count)
         _copy_weight(weight_of, num_rows, begin + step, full, ring, step, sizes, config, is_blocked)
     if is_launched:
         gdc_wait()
-        if config.trigger > 0 and not is_first:
-            gdc_launch_dependents()
     for step in gl.static_range(first):
         full = ring.full.index(step)
         _copy_rows(x_of, num_rows, begin + step, full, ring, step, config, is_blocked)
@@ -238,7 +232,7 @@ def _copy(
         if slot == stages:
             slot = 0
             phase ^= 1
-    if is_launched and config.trigger == 0:
+    if is_launched:
         gdc_launch_dependents()
 
 
