@@ -34,7 +34,8 @@ AHEAD = 1024
 """Inputs from the loaded scales to the used ones, divided among gate and up."""
 _IN_FLIGHT = 2
 """Products that the tensor cores have yet to finish while the next part is dequantised; 1 of them
-with a gate, so that two programs have enough registers on a multiprocessor."""
+with a gate, so that two programs have enough registers on a multiprocessor. A step has more
+products, since the next one dequantises to the same registers."""
 _FEW_ROWS = 32
 """Maximum rows of a tile without large blocks, see `is_large`."""
 

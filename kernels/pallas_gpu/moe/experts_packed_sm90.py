@@ -30,6 +30,7 @@ from kernels.pallas_gpu.moe.experts_packed_sm90_mainloop import (
     FORMATS,
     FP8,
     GROUP,
+    LEAST_DEPTH,
     PackedExpertsBuffers,
     PackedExpertsWork,
     copy_blocks,
@@ -88,8 +89,7 @@ def takes(
     hidden, inner = x.shape[1], down.weights.shape[3] * FORMATS[format]
     depths = (hidden, tiles.depth), (inner, tiles.down_depth)
     is_whole = all(depth % packed_block(format, inputs) == 0 for inputs, depth in depths)
-    # FP8 in steps of one line has other bits on an H200.
-    is_whole &= min(tiles.depth, tiles.down_depth) >= 2 * FP8_BLOCK
+    is_whole &= min(tiles.depth, tiles.down_depth) >= LEAST_DEPTH
     # A rank of several has a share of the outputs of down.
     is_whole &= hidden % WIDE == 0 and down.weights.shape[2] == hidden
     # A copy of rows has whole lines of the inner columns.

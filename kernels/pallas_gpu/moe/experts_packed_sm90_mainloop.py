@@ -40,6 +40,9 @@ PRODUCT = 64
 """Inputs that are dequantised and multiplied at once."""
 _IN_FLIGHT = 2
 """Products that the tensor cores have yet to finish while the next part is dequantised."""
+LEAST_DEPTH = 2 * _IN_FLIGHT * PRODUCT
+"""Minimum inputs per step. Each step dequantises its products to the same registers, so a product
+must not be in flight when the next step begins with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,8 @@ WARPS = gl.constexpr(4)
 _AHEAD = gl.constexpr(1024)
 """Inputs from the loaded scales to the used ones."""
 _IN_FLIGHT = gl.constexpr(2)
-"""Products that the tensor cores have yet to finish while the next part is dequantised."""
+"""Products that the tensor cores have yet to finish while the next part is dequantised. A step of a
+packed weight has more products, since the next one dequantises to the same registers."""
 
 
 class SwapABPipeline(NamedTuple):
