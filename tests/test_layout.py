@@ -53,6 +53,7 @@ TEST_OF_SPEC = {
     "layer_weights": "golden",
     "parallel_experts": "golden",
     "per_layer": "golden",
+    "matrix": "linear",
     "convolution": "dflash2",
     "tree_growth": "eagle",
 }

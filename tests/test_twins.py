@@ -32,10 +32,10 @@ ONE_SIDED_NAMES = {
     "weights.py::from_arrays": "each names first what makes its own records",
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",
     "weights.py::Loadable.load": "the same",
-    "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
+    "ops/gemm/matrix.py::Matrix": "JAX reads a stack of weights in place, torch has views",
     **{f"layer_weights.py::{x}": "as above" for x in ("layers_of", "matrix_of")},
-    "ops/gemm/linear.py::Matrix.alone": "as above",
-    "ops/gemm/linear.py::Matrix.plain": "as above",
+    "ops/gemm/matrix.py::Matrix.alone": "as above",
+    "ops/gemm/matrix.py::Matrix.plain": "as above",
     "ops/gemm/lora.py::RowAdapters": "as above",
     "ops/gemm/lora.py::RowAdapters.alone": "as above",
     **{

@@ -59,7 +59,7 @@ def _home(value: Any, module: ModuleType) -> ModuleType:
     """The module of a record's twin: adapters of weights are records of `lora`."""
     if not isinstance(value, _ADAPTERS) or hasattr(module, type(value).__name__):
         return module
-    return import_module(module_matrix(module).__module__.replace("linear", "lora"))
+    return import_module(module_matrix(module).__module__.replace("matrix", "lora"))
 
 
 def module_matrix(module: ModuleType) -> Any:
