@@ -237,7 +237,8 @@ def _added(
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
-    x = all_gather.all_gather(stream.group, linear.product(x, weight))
+    x = linear.residual_product(x, weight, stream.arrivals)
+    x = all_gather.all_gather(stream.group, x)
     return replace(linear.added_norm(x, end_norm, config.rms_eps, stream), norm=norm)
 
 

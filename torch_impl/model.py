@@ -179,7 +179,7 @@ def run_layers(
         mixers[config.recurrent] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
-    if config.experts is not None:
+    if config.experts is not None or config.ends_with_norms:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
         layer = with_adapters(block.layer, config.places[i], model.adapters, slots)

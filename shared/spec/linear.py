@@ -134,6 +134,17 @@ def rmsnorm_linear(
     return product(rows, weight)
 
 
+def residual_product(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix
+) -> Float[np.ndarray, "R outputs"]:
+    """Computes `product` of the output projection of a mixer or an MLP.
+
+    The inputs are added in segments; see `reduction_order.LinearOrder`.
+    """
+    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
+    return _product_of_segments(x, weight, segments)
+
+
 def linear_add(
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
@@ -141,7 +152,7 @@ def linear_add(
     factor: float = 1.0,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> NormedStream:
-    """Computes a linear product times a factor and adds it to the residual stream.
+    """Computes `residual_product` times a factor and adds it to the residual stream.
 
     Args:
       x: Rows.
@@ -149,11 +160,8 @@ def linear_add(
       stream: Residual stream.
       factor: Multiplier of the product.
       norm: Scale of the next norm of the stream.
-
-    The inputs are added in segments; see `reduction_order.LinearOrder`.
     """
-    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
-    rows = stream.rows + _times(_product_of_segments(x, weight, segments), factor)
+    rows = stream.rows + _times(residual_product(x, weight), factor)
     return stream.with_next_norm(rows, norm)
 
 

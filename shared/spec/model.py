@@ -437,7 +437,8 @@ def _added(
     if not config.ends_with_norms:
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
     scales = scale(config, weights[norm_behind][layer])
-    added = linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
+    out = linear.residual_product(x, weight)
+    added = linear.added_norm(out, scales, config.rms_eps, stream)
     return replace(added, norm=norm)
 
 

@@ -152,13 +152,15 @@ def sum_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, " R"
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOrder:
-    """Order of the sum over the inputs of a GEMM that is added to the residual stream.
+    """Order of the sum over the inputs of the output projection of a mixer or an MLP.
 
-    These GEMMs have few outputs and many inputs, and one chain of all inputs takes longer than to
-    read the weight. The inputs are therefore divided into equal segments. Each segment is one chain
-    from zero in the order of its inputs, and the segments are added in order, in float32. LoRA
-    adapters continue that sum; bias, factor and residual follow. The number of segments depends on
-    the inputs and the weight format, neither on rows nor on outputs or ranks.
+    The residual stream receives the result of such a GEMM, at once or after a norm. These GEMMs
+    have few outputs and many inputs, and one chain of all inputs takes longer than to read the
+    weight. The inputs are therefore divided into equal segments. Each segment is one chain from
+    zero in the order of its inputs, and the segments are added in order, in float32. LoRA adapters
+    continue that sum; bias, factor and residual follow. The number of segments depends on the
+    inputs and the weight format, neither on rows nor on outputs or ranks. The GEMMs of MoE blocks
+    and of per-layer embeddings have one segment.
 
     Attributes:
       segments: Segments of the inputs.

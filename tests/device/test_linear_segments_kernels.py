@@ -29,6 +29,7 @@ from tests.support.linear_segments import (
     INPUTS,
     OUTPUTS,
     added,
+    calls_of,
     cut_of,
     product_of,
     specified,
@@ -38,8 +39,9 @@ from torch_impl.ops.gemm import linear
 pytestmark = pytest.mark.usefixtures("interpreted")
 CELLS = [(format, "added") for format in FORMATS] + [("plain", "biased"), ("INT4", "biased")]
 CELLS += [(format, "adapted") for format in ("plain", "FP8")]
+CELLS += [(format, "alone") for format in ("FP8", "INT4")]
 each_cell = pytest.mark.parametrize(
-    ("language", "cell"), in_languages(CELLS, [("INT4", "added")]), ids=str
+    ("language", "cell"), in_languages(CELLS, [("INT4", "added"), ("INT4", "alone")]), ids=str
 )
 
 
@@ -94,19 +96,6 @@ COPIED = ("FP8", "INT4", "AWQ")
 """Formats of `linear_swap_ab`."""
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, kernel: str) -> list[tuple[int, bool]]:
-    """Returns the segments of launches of a kernel, and whether they are separate."""
-    module, calls = getattr(KERNELS["triton"]["linear"], kernel), list[tuple[int, bool]]()
-    healthy = module.launch
-
-    def launch(*args: Any, config: Any, **how: Any) -> None:
-        calls.append((config.segments, config.is_separate))
-        healthy(*args, config=config, **how)
-
-    monkeypatch.setattr(module, "launch", launch)
-    return calls
-
-
 @pytest.fixture
 def copied_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Returns the launches of `linear_swap_ab`, see `calls_of`."""
@@ -122,7 +111,10 @@ def copied(format: str, *, separate: bool) -> LinearTiles:
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize(("is_normed", "has_norm"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
-@pytest.mark.parametrize(("format", "kind"), [*((x, "added") for x in COPIED), ("INT4", "biased")])
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [*((x, "added") for x in COPIED), ("INT4", "biased"), ("INT4", "alone"), ("FP8", "alone")],
+)
 def test_triton_packed_segments_bitwise_equal(
     format: str,
     kind: str,
@@ -155,14 +147,16 @@ def test_triton_packed_segments_bitwise_equal(
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
 @pytest.mark.parametrize("format", COPIED)
+@pytest.mark.parametrize("kind", ["added", "alone"])
 def test_triton_packed_segments_match_spec(
+    kind: str,
     format: str,
     rows: int,
     separate: bool,
     copied_calls: list[tuple[int, bool]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = product_of(format, "added", rows=rows)
+    given = product_of(format, kind, rows=rows)
     want = specified(given, 2, monkeypatch)
     got = added("triton", given, copied(format, separate=separate), 2)[0]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # sums in other orders
@@ -227,7 +221,8 @@ def persistent(columns: int, **changed: int | bool) -> LinearTiles:
 @pytest.mark.gpu
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize(
-    ("kind", "has_norm"), [("added", True), ("added", False), ("biased", True)]
+    ("kind", "has_norm"),
+    [("added", True), ("added", False), ("biased", True), ("alone", False)],
 )
 @pytest.mark.parametrize("rows", [300, 512, 2048])
 def test_triton_sm90_segments_bitwise_equal(
@@ -304,7 +299,7 @@ def test_linear_segments_tuned_tiles_bitwise_equal(
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize(
-    "cell", in_pallas(CELLS, [("plain", "adapted"), ("FP8", "added")]), ids=str
+    "cell", in_pallas(CELLS, [("plain", "adapted"), ("FP8", "added"), ("FP8", "alone")]), ids=str
 )
 def test_linear_segments_bitwise_equal_in_languages(
     cell: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -342,7 +337,7 @@ def test_linear_segments_start_from_zero_in_order(
     given = given._replace(
         x=np.ones_like(given.x),
         weight=Matrix.plain(weight),
-        stream=np.full_like(given.stream, -(2**24) * FACTOR),
+        stream=np.full((len(given.x), OUTPUTS), -(2**24) * FACTOR, np.float32),
     )
     got = added(language, given, cut_of("plain", separate=is_separate), segments)[0]
     np.testing.assert_array_equal(got, np.full_like(got, total * FACTOR))
@@ -442,6 +437,9 @@ def test_linear_add_passes_segments_to_kernel(
     again = linear.kernel_linear_add(kernels, x, weight, found)
     assert again.arrivals is found.arrivals  # those of the pass from then on
     assert (linear.kernel_product(kernels, x, weight) == 2**24).all()
+    for arrivals in (None, found.arrivals):
+        alone = linear.kernel_residual_product(kernels, x, weight, arrivals)
+        assert (alone == 2**24 + total).all()
 
 
 def test_linear_segments_reject_partial_steps() -> None:

@@ -82,12 +82,13 @@ def added(
     *,
     num_counters: int = COUNTERS,
     has_norm: bool = True,
+    is_added: bool = True,
 ) -> list[tuple[np.ndarray, ...]]:
     """Adds a GEMM with the second of two weights to a residual twice, with the same counters.
 
     Returns:
       The result, the result times the scale of the next norm if there is one, and the sums of
-      squares, of each.
+      squares, of each. Only the result if the GEMM is not added.
     """
     format, values, scales = weights
     R = len(x)
@@ -113,8 +114,8 @@ def added(
                 first=0,
                 out_type=x.dtype,
                 factor=1 / (1 + index),
-                added=stream.astype(x.dtype),
-                norm=jnp.asarray(norm) if has_norm else None,
+                added=stream.astype(x.dtype) if is_added else None,
+                norm=jnp.asarray(norm) if has_norm and is_added else None,
                 norm_layer=jnp.int32(1),
                 order=SQUARES,
                 tiles=cut,
@@ -230,16 +231,17 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("is_added", "has_norm"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
 @pytest.mark.parametrize("format", PACKED)
 def test_pallas_packed_segments_bitwise_equal(
-    format: str, rows: int, has_norm: bool, packed_calls: list[int]
+    format: str, rows: int, is_added: bool, has_norm: bool, packed_calls: list[int]
 ) -> None:
     """A cluster adds the segments in the order of one program of the ordinary kernel."""
     x, weights = normal(0, rows, 4096), FORMATS[format](384, 4096)
     for segments, depths in ((2, (256, 512)), (4, (256,))):
-        given = {"x": x, "weights": weights, "segments": segments, "has_norm": has_norm}
+        given = {"x": x, "weights": weights, "segments": segments}
+        given |= {"has_norm": has_norm, "is_added": is_added}
         want = added(**given, cut=tiles(widens=False))
         for depth in depths:
             cut = copied("pallas", "added", separate=True, stages=2, depth=depth)
@@ -250,11 +252,13 @@ def test_pallas_packed_segments_bitwise_equal(
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32])
 @pytest.mark.parametrize("format", PACKED)
+@pytest.mark.parametrize("kind", ["added", "alone"])
 def test_pallas_packed_segments_match_spec(
-    format: str, rows: int, packed_calls: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: str, format: str, rows: int, packed_calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = linear_segments.product_of(format, "added", rows=rows)
-    given = given._replace(stream=linear_segments.in_bfloat16(given.stream))
+    given = linear_segments.product_of(format, kind, rows=rows)
+    if given.stream is not None:
+        given = given._replace(stream=linear_segments.in_bfloat16(given.stream))
     want = linear_segments.specified(given, 2, monkeypatch)
     cut = copied("pallas", "added", separate=True)
     got = linear_segments.added("pallas", given, cut, 2, "bfloat16")[0]
@@ -277,10 +281,12 @@ def test_pallas_packed_segments_match_spec(
     ids=str,
 )
 @pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_added", [False, True])
 def test_packed_sm90_takes_segments_of_whole_steps(
     change: dict[str, int],
     segments: int,
     taken: bool,
+    is_added: bool,
     has_norm: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,7 +302,7 @@ def test_packed_sm90_takes_segments_of_whole_steps(
         out_type=jnp.bfloat16,
         squares=of((8, 3072 // 64), dtype=jnp.float32) if has_norm else None,
         is_plain=True,
-        added=of((8, OUTPUTS)),
+        added=of((8, OUTPUTS)) if is_added else None,
         order=SQUARES,
         segments=segments,
         tiles=copied("pallas", "added", **change),
@@ -304,11 +310,15 @@ def test_packed_sm90_takes_segments_of_whole_steps(
     assert found == (taken and not (has_norm and segments > 1))
 
 
-def test_pallas_separate_segments_reset_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_added", [False, True])
+def test_pallas_separate_segments_reset_counters(
+    is_added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With fewer counters than blocks one program adds all segments."""
     share_arithmetic(monkeypatch)
     x, weights = normal(0, 3, 512), plain_weights(OUTPUTS, 512)
     given = {"x": x, "weights": weights, "cut": tiles(separate=True), "segments": 4}
+    given["is_added"] = is_added
     check_equal(added(**given), added(**given, num_counters=1))
 
 
@@ -376,8 +386,12 @@ def test_jax_linear_add_passes_segments_to_kernel(
         once = jax_linear.kernel_added(kernels, x, weight, stream, 1.0, None, 1).rows
         partial_pass = stream._replace(arrivals=None)
         return once, *(
-            jax_linear.kernel_linear_add(kernels, x, weight, each).rows
+            out
             for each in (stream, partial_pass)
+            for out in (
+                jax_linear.kernel_linear_add(kernels, x, weight, each).rows,
+                jax_linear.kernel_residual_product(kernels, x, weight, each.arrivals),
+            )
         )
 
     x, rows = np.ones((3, 512), np.float32), np.zeros((3, OUTPUTS), np.float32)

@@ -124,7 +124,7 @@ def test_prefill_logits_hidden_and_residuals_match_golden(folder, implementation
     close(got.streams, want["short_layers"])
 
 
-@pytest.mark.parametrize("folder", ["granite", "nemotron_h", "qwen3_5_dense"])
+@pytest.mark.parametrize("folder", ["granite", "nemotron_h", "qwen3_5_dense", "gemma4", "olmo2"])
 @pytest.mark.parametrize("name", ["spec", "torch"])
 def test_logits_in_segments_match_golden(name, folder, monkeypatch):
     """Other orders of the sums move logits, by no more than an implementation does."""

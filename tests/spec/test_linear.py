@@ -1,7 +1,9 @@
 """Fused linear operations equal the composition of their elementary operations."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,6 +42,7 @@ CASES = {
     "product": (X, BACK),
     "product_float32": (X, BACK),
     "rmsnorm_linear": (HIDDEN, EPS, WIDE),
+    "residual_product": (X, BACK),
     "linear_add": (X, BACK, HIDDEN),
     "act_and_mul_linear": (HIDDEN, EPS, GATE_UP),
 }
@@ -49,6 +52,7 @@ ENDED = {
     "product": (X, BIASED, 3),
     "product_float32": (X, BIASED, 0.125),
     "rmsnorm_linear": (HIDDEN, EPS, Matrix.plain(WIDE.values, normal(8, 12))),
+    "residual_product": (X, BIASED),
     "linear_add": (X, BIASED, HIDDEN, 0.22),
     "act_and_mul_linear": (HIDDEN, EPS, BIASED_GATES),
 }
@@ -77,6 +81,7 @@ def test_linear_operations_equal_composed_parts() -> None:
         "product": X @ BACK.values.T,
         "product_float32": X @ BACK.values.T,
         "rmsnorm_linear": normed @ WIDE.values.T,
+        "residual_product": X @ BACK.values.T,
         "linear_add": HIDDEN.rows + X @ BACK.values.T,
         "act_and_mul_linear": layers.silu(gate) * up,
     }
@@ -103,6 +108,7 @@ def test_linear_bias_and_scale_applied_after_product() -> None:
         "product": biased[:, 3:],
         "product_float32": biased * np.float32(0.125),
         "rmsnorm_linear": normed @ WIDE.values.T + normal(8, 12),
+        "residual_product": biased,
         "linear_add": HIDDEN.rows + biased * np.float32(0.22),
         "act_and_mul_linear": layers.silu(gate) * up,
     }
@@ -156,6 +162,7 @@ IN_FP8 = {
     "product": (LONG.rows, EIGHT, 256),
     "product_float32": (LONG.rows, EIGHT, 0.125),
     "rmsnorm_linear": (LONG, EPS, EIGHT),
+    "residual_product": (LONG.rows, EIGHT),
     "linear_add": (LONG.rows, EIGHT, NormedStream(normal(24, 3, 512))),
     "act_and_mul_linear": (LONG, EPS, EIGHT),
 }
@@ -293,15 +300,24 @@ def in_framework(matrix: Matrix) -> Matrix:
     return replace(matrix, planes={**matrix.planes, "values": values})
 
 
+RESIDUAL_GEMMS: dict[str, Callable[[Any, Matrix], np.ndarray]] = {
+    "linear_add": lambda ops, weight: ops.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows,
+    "residual_product": lambda ops, weight: ops.residual_product(LONG_X, weight),
+}
+
+
+@pytest.mark.parametrize("name", RESIDUAL_GEMMS)
 @pytest.mark.parametrize("kind", LONG_WEIGHTS)
-def test_linear_add_in_segments_matches_spec(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = LONG_WEIGHTS[kind]
-    once = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
+def test_residual_gemms_in_segments_match_spec(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, operation = LONG_WEIGHTS[kind], RESIDUAL_GEMMS[name]
+    once = operation(spec, weight)
     monkeypatch.setattr(reduction_order, "LINEAR", HALVES)
-    want = spec.linear_add(LONG_X, weight, LONG_STREAM, 0.25).rows
+    want = operation(spec, weight)
     assert (want != once).any()
     found, matrix = [once], in_framework(weight)
-    found += [x.linear_add(LONG_X, matrix, LONG_STREAM, 0.25).rows for x in TWINS.values()]
+    found += [operation(x, matrix) for x in TWINS.values()]
     # Float32 on both sides: sums of 256 terms in other orders, of numbers up to about 100.
     for each in found:
         np.testing.assert_allclose(each, want, rtol=1e-5, atol=1e-4)
@@ -316,7 +332,7 @@ def test_linear_add_in_segments_matches_spec(kind: str, monkeypatch: pytest.Monk
         (4, (2.0**25, -(2.0**25), 2, 0), 2),
     ],
 )
-def test_linear_add_starts_segments_from_zero(
+def test_residual_gemms_start_segments_from_zero(
     segments: int, values: tuple[float, ...], total: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -327,3 +343,4 @@ def test_linear_add_starts_segments_from_zero(
     x, stream = np.ones((1, 512), np.float32), NormedStream(np.zeros((1, 1), np.float32))
     for ops in (spec, *TWINS.values()):
         assert ops.linear_add(x, Matrix.plain(weight), stream).rows.item() == total
+        assert ops.residual_product(x, Matrix.plain(weight)).item() == total

@@ -141,6 +141,7 @@ OPERATIONS: dict[str, Callable[[Any, Matrix], Any]] = {
     "product_float32": lambda ops, weight: ops.product_float32(X, weight, 0.5),
     "rmsnorm_linear": lambda ops, weight: ops.rmsnorm_linear(STREAM, 1e-6, weight),
     "linear_add": lambda ops, weight: ops.linear_add(X, weight, BACK, 0.5),
+    "residual_product": lambda ops, weight: ops.residual_product(X, weight),
     "act_and_mul_linear": lambda ops, weight: ops.act_and_mul_linear(STREAM, 1e-6, weight),
 }
 

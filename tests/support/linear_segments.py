@@ -1,4 +1,4 @@
-"""GEMMs that are added to a residual stream, with their inputs in segments, in the kernels."""
+"""GEMMs for the residual stream, with their inputs in segments, in the kernels."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from tests.support.weight_formats import w8a8_matrix
 
 ROWS, INPUTS, OUTPUTS, FACTOR = 70, 1024, 256, 0.25
 FORMATS = ("plain", "FP8", "INT4", "AWQ", "MXFP4", "W8A8")
-KINDS = ("added", "biased", "adapted")
+KINDS = ("added", "biased", "adapted", "alone")
+"""The last is not added to a residual, as before a norm."""
 
 
 class Product(NamedTuple):
-    """GEMM that is added: rows, weight, adapters of the rows, residual and next norm."""
+    """Rows, weight, and adapters of the rows; residual and next norm of a GEMM that is added."""
 
     x: np.ndarray
     weight: Matrix
     lora: RowAdapters | None
-    stream: np.ndarray
-    norm: np.ndarray
+    stream: np.ndarray | None
+    norm: np.ndarray | None
 
     def of_rows(self, rows: int) -> Product:
         """Returns the GEMM of the first rows."""
         lora = self.lora and self.lora.of_rows(np.arange(rows))
-        return self._replace(x=self.x[:rows], stream=self.stream[:rows], lora=lora)
+        stream = None if self.stream is None else self.stream[:rows]
+        return self._replace(x=self.x[:rows], stream=stream, lora=lora)
 
 
 def in_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -68,8 +70,8 @@ def product_of(
         x=in_bfloat16(normal(0, rows, inputs)),
         weight=Matrix(weight.format, weight.planes, bias),
         lora=lora and RowAdapters(_rounded(lora), np.arange(rows) % 4),
-        stream=normal(2, rows, outputs),
-        norm=1 + normal(4, outputs) / 4,
+        stream=None if kind == "alone" else normal(2, rows, outputs),
+        norm=None if kind == "alone" else 1 + normal(4, outputs) / 4,
     )
 
 
@@ -88,7 +90,22 @@ def specified(given: Product, segments: int, patch: pytest.MonkeyPatch) -> np.nd
     order = LinearOrder(segments=segments, least=1, unit=1)
     patch.setattr(reduction_order, "LINEAR", order)
     weight = Matrix(given.weight.format, given.weight.planes, given.weight.bias, given.lora)
+    if given.stream is None:
+        return linear.residual_product(given.x, weight) * np.float32(FACTOR)
     return linear.linear_add(given.x, weight, NormedStream(given.stream), FACTOR).rows
+
+
+def calls_of(patch: pytest.MonkeyPatch, kernel: str) -> list[tuple[int, bool]]:
+    """Returns the segments of launches of a kernel of Triton, and whether they are separate."""
+    module, calls = getattr(KERNELS["triton"]["linear"], kernel), list[tuple[int, bool]]()
+    healthy = module.launch
+
+    def launch(*args: Any, config: Any, **how: Any) -> None:
+        calls.append((config.segments, config.is_separate))
+        healthy(*args, config=config, **how)
+
+    patch.setattr(module, "launch", launch)
+    return calls
 
 
 def cut_of(format: str, **changed: int | bool) -> LinearTiles:
@@ -111,7 +128,8 @@ def added(
 ) -> Arrays:
     """Returns the sum, the sum times the scale of the next norm, and its squares, as float32.
 
-    In Pallas the counters are those of the program, and the rows have no norm but the next one.
+    Only the first without a residual. In Pallas the counters are those of the program, and the rows
+    have no norm but the next one.
 
     Args:
       arrivals: Zeroed counters; None for some of this call.
@@ -158,10 +176,10 @@ def added(
         out_type=kind,
         bias=None if given.weight.bias is None else of(given.weight.bias, half),
         factor=FACTOR,
-        added=of(given.stream, kind),
+        added=None if given.stream is None else of(given.stream, kind),
         squares=of(chunks_of_squares(given.x)) if is_normed else None,
         eps=EPS,
-        norm=of(given.norm) if has_norm else None,
+        norm=of(given.norm) if has_norm and given.norm is not None else None,
         order=SQUARES,
         segments=segments,
         arrivals=arrivals,
@@ -185,10 +203,13 @@ def _in_pallas(given: Product, cut: LinearTiles, segments: int, out_type: str) -
         "x": given.x.astype(ml_dtypes.bfloat16),
         "planes": {name: plane[None] for name, plane in planes.items()},
         "bias": given.weight.bias,
-        "added": given.stream.astype(jnp.dtype(out_type)),
-        "norm": given.norm[None],
+        "added": given.stream,
+        "norm": given.norm,
         "lora": None,
     }
+    if given.stream is not None and given.norm is not None:
+        arrays["added"] = given.stream.astype(jnp.dtype(out_type))
+        arrays["norm"] = given.norm[None]
     if arrays["bias"] is not None:
         arrays["bias"] = arrays["bias"][None].astype(ml_dtypes.bfloat16)
     parts = () if given.lora is None else given.lora.weights.parts
@@ -231,5 +252,5 @@ def _in_pallas(given: Product, cut: LinearTiles, segments: int, out_type: str) -
         )[:3]
 
     program = jax.jit(run, compiler_options=AS_WRITTEN)
-    out, scaled, sums = program(**arrays)
-    return tuple(np.asarray(each).astype(np.float32) for each in (out, scaled, sums))
+    found = program(**arrays)
+    return tuple(np.asarray(each).astype(np.float32) for each in found if each is not None)

@@ -163,6 +163,30 @@ def kernel_rmsnorm_linear(
 rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
 
 
+def plain_residual_product(
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    arrivals: Int[jax.Array, " counters"] | None = None,
+) -> Float[jax.Array, "R outputs"]:
+    """Computes `product` in segments; `arrivals` are counters, see `NormedStream`."""
+    del arrivals
+    return _sums(x, weight, segments=_segments_of(x, weight)).astype(x.dtype)
+
+
+def kernel_residual_product(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    arrivals: Int[jax.Array, " counters"] | None = None,
+) -> Float[jax.Array, "R outputs"]:
+    how: dict[str, Any] = {"segments": _segments_of(x, weight)}
+    how["arrivals"] = arrivals_of(x) if arrivals is None else arrivals  # partial pass
+    return _multiplied(kernels, x, weight, **how).rows
+
+
+residual_product = kernel_or_reference(kernel_residual_product, plain_residual_product, is_bfloat16)
+
+
 def plain_linear_add(
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
@@ -170,8 +194,7 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
-    own = stream.own + _times(_sums(x, weight, segments=segments).astype(x.dtype), factor)
+    own = stream.own + _times(plain_residual_product(x, weight), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
@@ -183,8 +206,7 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
-    return kernel_added(kernels, x, weight, stream, factor, norm, segments)
+    return kernel_added(kernels, x, weight, stream, factor, norm, _segments_of(x, weight))
 
 
 def kernel_added(
@@ -302,6 +324,11 @@ def _normed(
     stream = completed(kernels, stream)
     how |= {"squares": stream.squares, "eps": eps}
     return _multiplied(kernels, stream.factors, weight, **how).rows
+
+
+def _segments_of(x: Float[jax.Array, "R inputs"], weight: Matrix) -> int:
+    """Returns the segments of `residual_product`."""
+    return reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
 
 
 def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:

@@ -160,6 +160,27 @@ def kernel_rmsnorm_linear(
 rmsnorm_linear = kernel_or_reference(kernel_rmsnorm_linear, plain_rmsnorm_linear, is_bfloat16)
 
 
+def plain_residual_product(
+    x: Float[Tensor, "R inputs"], weight: Matrix, arrivals: Int[Tensor, " counters"] | None = None
+) -> Float[Tensor, "R outputs"]:
+    """Computes `product` in segments; `arrivals` are counters, see `NormedStream`."""
+    del arrivals
+    return _product_of_segments(x, weight, _segments_of(x, weight))
+
+
+def kernel_residual_product(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    arrivals: Int[Tensor, " counters"] | None = None,
+) -> Float[Tensor, "R outputs"]:
+    how = {"segments": _segments_of(x, weight), "arrivals": arrivals}
+    return _multiplied(kernels, x, weight, **how).rows
+
+
+residual_product = kernel_or_reference(kernel_residual_product, plain_residual_product, is_bfloat16)
+
+
 def plain_linear_add(
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
@@ -167,8 +188,7 @@ def plain_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
-    own = stream.own + _times(_product_of_segments(x, weight, segments), factor)
+    own = stream.own + _times(plain_residual_product(x, weight), factor)
     return stream.with_next_norm(all_gather.all_gather(stream.group, own), norm)
 
 
@@ -180,8 +200,7 @@ def kernel_linear_add(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> NormedStream:
-    segments = reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
-    return kernel_added(kernels, x, weight, stream, factor, norm, segments)
+    return kernel_added(kernels, x, weight, stream, factor, norm, _segments_of(x, weight))
 
 
 def kernel_added(
@@ -288,6 +307,11 @@ def _of_codes(
         sums.append(fp8_activations.product(of_part, values, scales[:, blocks]))
     total = reduce(torch.add, sums)
     return total if weight.bias is None else total + weight.bias.float()
+
+
+def _segments_of(x: Float[Tensor, "R inputs"], weight: Matrix) -> int:
+    """Returns the segments of `residual_product`."""
+    return reduction_order.LINEAR.segments_of(x.shape[1], is_packed=weight.format.expands_dense)
 
 
 def completed(kernels: Kernels, stream: NormedStream) -> NormedStream:
