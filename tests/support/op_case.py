@@ -51,7 +51,8 @@ class OpCase:
         large case is compared in some of them.
       specify: The specification's results for some rows, where it takes more than leaving out the
         others' entries in `row_arguments`.
-      segments: Segments of the inputs of GEMMs that are added; None for one without counters.
+      segments: Segments of the inputs of output projections; None: one, and without counters if
+        they are added.
       tiles: Fields of the tiles that are others than in the GPU's file.
       tiled: The table of these, if it is neither that of the function nor that of the module.
       num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
@@ -106,7 +107,7 @@ class OpCase:
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """Within it the GEMMs that are added have the case's segments."""
+        """Within it output projections have the case's segments."""
         usual = reduction_order.LINEAR
         reduction_order.LINEAR = replace(usual, segments=self.segments or 1, packed_only=False)
         try:

@@ -117,7 +117,8 @@ class Side(ABC):
         call = getattr(self._module(case), case.function)
         names = list(inspect.signature(call).parameters)
         in_place = tuple(names.index(name) for name in case.in_place)
-        return Operation(call, in_place, is_counted=case.segments is not None)
+        is_counted = case.segments is not None and "stream" in names
+        return Operation(call, in_place, is_counted=is_counted)
 
     def placed(self, case: OpCase, arguments: Arguments) -> Placed:
         order = inspect.signature(self.operation(case).call).parameters

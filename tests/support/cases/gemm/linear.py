@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float32
 
+from kernels.kernel_limits import MOST_SEPARATE_BLOCKS
 from shared.models.activation import GELU_TANH, RELU2, Activation
 from shared.models.formats import fp8
 from shared.models.formats.fp8 import Granularity
@@ -91,6 +92,12 @@ def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     return {"x": rng.standard_normal((R, K), np.float32), "weight": _weight(rng, N, K)}
 
 
+def residual_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Rows, a weight, and the counters of a pass."""
+    arrivals = np.zeros(MOST_SEPARATE_BLOCKS, np.int32)
+    return product_arguments(seed, R=R, K=K, N=N) | {"arrivals": arrivals}
+
+
 def added_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
     """Rows, a weight, what is added, and the scale of the norm that reads the sum."""
     rng = np.random.default_rng(seed)
@@ -131,6 +138,7 @@ def relu2_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
 _MAKERS = {
     "product": product_arguments,
     "product_float32": product_arguments,
+    "residual_product": residual_arguments,
     "linear_add": added_arguments,
     "rmsnorm_linear": normed_arguments,
     "act_and_mul_linear": gated_arguments,
@@ -151,10 +159,12 @@ _LARGE = {
         "head of 16,000 tokens": (4096, 16000),
     },
 }
-# Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs.
+# Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, which have wide outputs, and the output
+# projections of Gemma 4 31B, which norms follow.
 _LARGE_QUANTIZED = {
     "rmsnorm_linear": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
     "linear_add": {"out": (4096, 4096), "down": (12288, 4096)},
+    "residual_product": {"31B out": (8192, 5376), "31B down": (21504, 5376)},
     "act_and_mul_linear": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
@@ -164,6 +174,7 @@ _SOME_ROWS = {
     "head": (1, 32, 512),
     "head of 4,096 tokens": (768,),
     "head of 16,000 tokens": (512, 768),
+    **dict.fromkeys(("31B out", "31B down"), (1, 32, 512)),
     "32B down": (1, 32),
 }
 TABLE = [
@@ -265,9 +276,9 @@ SEGMENTS = 2
 TABLE += [
     replace(case, name=f"{case.name}, {SEGMENTS} segments", segments=SEGMENTS)
     for case in TABLE
-    if case.function == "linear_add"
+    if case.function in ("linear_add", "residual_product")
     and case.is_large
-    and re.fullmatch(r"(FP8 |INT4 )?(out|down|32B down), \d+ rows", case.name)
+    and re.fullmatch(r"(FP8 |INT4 )?((31B )?(out|down)|32B down), \d+ rows", case.name)
 ]
 
 _COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}
