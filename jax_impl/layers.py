@@ -14,6 +14,7 @@ from jax_impl.ops.attention.attention import KV, AttentionRows, with_sliding_win
 from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear, per_layer
+from jax_impl.ops.gemm.added_norm import added_norm
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from jax_impl.ops.moe.experts import Experts, added_experts
 from jax_impl.ops.moe.parallel_experts import added_parallel_experts
@@ -163,7 +164,7 @@ def with_parallel(
 ) -> NormedStream:
     """Adds the output projection of a parallel mixer to the residual stream."""
     mixed = all_gather.all_gather(stream.group, mixed)
-    return _added(config, None, mixed, weights.out, stream, None)
+    return _added(config, None, mixed, weights.out, stream, None, None)
 
 
 def output_and_mlp(
@@ -182,7 +183,7 @@ def output_and_mlp(
     end, out = layer.mixer_end_norm, layer.mixer.out
     between = norm if feed is no_mlp else layer.post_norm
     mixed = all_gather.all_gather(stream.group, mixed)
-    return feed(config, layer, _added(config, end, mixed, out, stream, between), norm)
+    return feed(config, layer, _added(config, end, mixed, out, stream, None, between), norm)
 
 
 def layer_end(
@@ -193,13 +194,13 @@ def layer_end(
     norm: Norm | None,
 ) -> NormedStream:
     """Adds the layer's part of the per-layer embeddings and multiplies by the layer scalar, if the
-    model has them; `norm` is the next norm of the stream.
+    model has the former; `norm` is the next norm of the stream.
     """
-    if layer.per_layer is not None and part is not None:
-        stream = per_layer.added_part(stream, part, layer.per_layer, config.rms_eps)
-    if layer.scalar is not None:
-        stream = per_layer.times_rows(stream, layer.scalar)
-    return stream._replace(norm=norm)
+    if layer.per_layer is None:
+        return stream
+    assert part is not None  # the model has the parts of all layers
+    eps, scalar = config.rms_eps, layer.scalar
+    return per_layer.added_part(stream, part, layer.per_layer, eps, scalar, norm)
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | None) -> NormedStream:
@@ -207,7 +208,8 @@ def mlp(config: ModelConfig, layer: Layer, stream: NormedStream, norm: Norm | No
     assert config.dense is not None  # a model with such layers has their config
     eps, activation = config.input_norm_eps, config.dense.activation
     x = linear.act_and_mul_linear(stream, eps, layer.feed.gate_up, activation)
-    return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
+    scalar, norm = _feed_end(layer, norm)
+    return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, scalar, norm)
 
 
 def experts(
@@ -219,8 +221,10 @@ def experts(
     eps, parallel, end_norm = config.rms_eps, layer.feed.parallel, layer.feed_end_norm
     if parallel is None or end_norm is None:
         return added_experts(stream, eps, config.experts, layer.feed, norm)
-    added = added_parallel_experts(stream, eps, config.experts, layer.feed, parallel, end_norm)
-    return added._replace(norm=norm)
+    scalar, norm = _feed_end(layer, norm)
+    return added_parallel_experts(
+        stream, eps, config.experts, layer.feed, parallel, end_norm, scalar, norm
+    )
 
 
 def no_mlp(
@@ -235,20 +239,27 @@ FEEDS = {"mlp": mlp, "experts": experts, "no_mlp": no_mlp}
 """Functions of MLP and MoE blocks, by the kind in the layer's config."""
 
 
+def _feed_end(layer: Layer, norm: Norm | None) -> tuple[Norm | None, Norm | None]:
+    """Returns the layer scalar and the next norm if an MLP or MoE block ends the layer."""
+    return (layer.scalar, norm) if layer.per_layer is None else (None, None)
+
+
 def _added(
     config: ModelConfig,
     end_norm: Norm | None,
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
     stream: NormedStream,
+    scalar: Norm | None,
     norm: Norm | None,
 ) -> NormedStream:
     """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
+        assert scalar is None  # models with layer scalars have such norms
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
     x = linear.residual_product(x, weight, stream.arrivals)
     x = all_gather.all_gather(stream.group, x)
-    return linear.added_norm(x, end_norm, config.rms_eps, stream)._replace(norm=norm)
+    return added_norm(x, end_norm, config.rms_eps, stream, scalar, norm)
 
 
 def write_keys(

@@ -189,6 +189,11 @@ def _parallel_experts_fault(
     return _dtype_fault(takes, blueprint, program) if is_parallel else None
 
 
+def _added_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    has_norms = any(model.ends_with_norms for model in _models(blueprint))
+    return _dtype_fault(takes, blueprint, program) if has_norms else None
+
+
 def _experts_size_fault(
     takes: KernelLimits, blueprint: BackendSpec, program: Program
 ) -> str | None:
@@ -229,6 +234,7 @@ OPERATIONS = (
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("parallel_experts", _parallel_experts_fault, is_refused=False),
     Operation("convolution", _convolution_fault, is_refused=False),
+    Operation("added_norm", _added_norm_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
     Operation("lm_head", _dtype_fault, is_refused=False),

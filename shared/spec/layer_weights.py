@@ -12,7 +12,7 @@ from shared.models.stacks import BIAS
 from shared.spec.experts import Experts, ParallelMLP
 from shared.spec.linear import Matrix
 from shared.spec.lora import LORA
-from shared.spec.per_layer import PerLayerTable
+from shared.spec.per_layer import PerLayerInput, PerLayerTable
 
 Weights = Mapping[str, Any]
 """Arrays of a model by name; a stack that stays quantised is a `Matrix`."""
@@ -30,11 +30,31 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
     return 1 + weight if config.zero_centered_norms else weight
 
 
+def end_norm_of(
+    config: ModelConfig, weights: Weights, name: str, layer: int
+) -> Float[np.ndarray, " hidden"] | None:
+    """Returns the scale of a norm after a layer's mixer or MLP; None for a model without them."""
+    return scale(config, weights[name][layer]) if config.ends_with_norms else None
+
+
+def layer_scalar(
+    config: ModelConfig, weights: Weights, prefix: str, layer: int
+) -> Float[np.ndarray, " 1"] | None:
+    """Returns the number that multiplies a layer's output; None for a model without them."""
+    return weights[f"{prefix}layer_scalar"][layer] if config.has_layer_scalars else None
+
+
 def per_layer_table(config: ModelConfig, weights: Weights) -> PerLayerTable:
     """Returns the weights that compute the per-layer embeddings."""
     projection = Matrix.plain(weights["per_layer.projection"])
     scales = scale(config, weights["per_layer.norm"])
     return PerLayerTable(weights["per_layer.embed"], projection, scales)
+
+
+def per_layer_input(config: ModelConfig, weights: Weights, layer: int) -> PerLayerInput:
+    """Returns the weights with which one layer adds its part of the per-layer embeddings."""
+    gate, out = (matrix(weights, f"per_layer.{x}", layer) for x in ("gate", "out"))
+    return PerLayerInput(gate, out, scale(config, weights["per_layer.end_norm"][layer]))
 
 
 def experts_of(config: ModelConfig, weights: Weights, prefix: str, place: int) -> Experts:

@@ -165,16 +165,6 @@ def linear_add(
     return stream.with_next_norm(rows, norm)
 
 
-def added_norm(
-    x: Float[np.ndarray, "R hidden"],
-    norm: Float[np.ndarray, " hidden"],
-    eps: float,
-    stream: NormedStream,
-) -> NormedStream:
-    """Adds the RMS norm of each row to the stream (post-norm)."""
-    return stream.with_next_norm(stream.rows + layers.rms_norm(x, norm, eps))
-
-
 def act_and_mul_linear(
     stream: NormedStream,
     eps: float | None,

@@ -21,6 +21,7 @@ from shared.models.mixers import (
 )
 from shared.models.mlp import FeedForwardConfig, MoEConfig, NoMLP
 from shared.spec import attention, draft_tree, layers, linear, per_layer
+from shared.spec.added_norm import added_norm
 from shared.spec.attention import AttentionRows, WindowPageTables, with_sliding_window
 from shared.spec.attention_layer import (
     Angles,
@@ -34,13 +35,21 @@ from shared.spec.attention_layer import attention_layer as mix_heads
 from shared.spec.cache_pools import KV, Pools
 from shared.spec.experts import added_experts
 from shared.spec.latent_attention import LatentWeights, latent_attention
-from shared.spec.layer_weights import Weights, experts_of, matrix, per_layer_table, scale
+from shared.spec.layer_weights import (
+    Weights,
+    end_norm_of,
+    experts_of,
+    layer_scalar,
+    matrix,
+    per_layer_input,
+    per_layer_table,
+    scale,
+)
 from shared.spec.layers import ImageEmbeds
 from shared.spec.linear import Matrix, NormedStream
 from shared.spec.lora import BatchAdapters, with_adapters
 from shared.spec.mrope import mrope_section_map
 from shared.spec.parallel_experts import added_parallel_experts
-from shared.spec.per_layer import PerLayerInput
 from shared.spec.recurrent_mixer import RecurrentMixer, RecurrentPrefill, RecurrentVerify
 from shared.spec.recurrent_state import RecurrentState, ReplayInputs
 
@@ -206,11 +215,12 @@ def run_layers(
             between = norms[layer + 1]
             if not each.is_single:
                 between = norm_between(config, weights, "", layer)
-            stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
+            end_norm = end_norm_of(config, weights, "mixer_end_norm", layer)
+            stream = _added(config, end_norm, mixed, out, stream, None, between)
         stack = f"{place.mlp}.", place.mlp_index
         stream = mlp_layer(config, each.mlp, weights, "", layer, stack, stream, norms[layer + 1])
-        part = None if parts is None else parts[:, layer]
-        stream = layer_end(config, weights, layer, part, stream, norms[layer + 1])
+        if parts is not None:
+            stream = layer_end(config, weights, layer, parts[:, layer], stream, norms[layer + 1])
         streams.append(stream.rows)
     hidden = norm(config, stream.rows, weights["final_norm"])
     return Forward(hidden, np.stack(streams), tuple(pools))
@@ -370,44 +380,38 @@ def mlp_layer(
     name, index = stack
     if isinstance(mlp, NoMLP):
         return stream
+    eps, end_norm = config.rms_eps, end_norm_of(config, weights, f"{prefix}feed_end_norm", layer)
+    scalar = None if config.per_layer_size else layer_scalar(config, weights, prefix, layer)
     if isinstance(mlp, MoEConfig):
         experts = experts_of(config, weights, name, index)
-        if experts.parallel is None:
-            return added_experts(stream, config.rms_eps, mlp, experts, norm)
-        end_norm = scale(config, weights[f"{prefix}feed_end_norm"][layer])
-        added = added_parallel_experts(
-            stream, config.rms_eps, mlp, experts, experts.parallel, end_norm
+        if experts.parallel is None or end_norm is None:
+            return added_experts(stream, eps, mlp, experts, norm)
+        return added_parallel_experts(
+            stream, eps, mlp, experts, experts.parallel, end_norm, scalar, norm
         )
-        return replace(added, norm=norm)
     gate_up, down = (matrix(weights, f"{name}{x}", index) for x in ("gate_up", "down"))
     x = linear.act_and_mul_linear(stream, config.input_norm_eps, gate_up, mlp.activation)
-    return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
+    return _added(config, end_norm, x, down, stream, scalar, norm)
 
 
 def layer_end(
     config: ModelConfig,
     weights: Weights,
     layer: int,
-    part: Float[np.ndarray, "R size"] | None,
+    part: Float[np.ndarray, "R size"],
     stream: NormedStream,
     norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
-    """Adds the per-layer embedding and multiplies by the layer scalar, if the model has them.
+    """Ends a layer with per-layer embeddings: adds them and multiplies by the layer scalar, if any.
 
     Args:
       config, weights, layer: The model, and the index of the layer.
-      part: The layer's part of the per-layer embeddings; None without them.
-      stream: Residual stream after the MLP.
-      norm: Scale of the next norm of the stream.
+      part: The layer's part of the per-layer embeddings.
+      stream, norm: Residual stream after the MLP, and scale of its next norm.
     """
-    if part is not None:
-        gate, out = (matrix(weights, f"per_layer.{x}", layer) for x in ("gate", "out"))
-        end_norm = scale(config, weights["per_layer.end_norm"][layer])
-        given = PerLayerInput(gate, out, end_norm)
-        stream = per_layer.added_part(stream, part, given, config.rms_eps)
-    if config.has_layer_scalars:
-        stream = per_layer.times_rows(stream, weights["layer_scalar"][layer])
-    return replace(stream, norm=norm)
+    given = per_layer_input(config, weights, layer)
+    scalar = layer_scalar(config, weights, "", layer)
+    return per_layer.added_part(stream, part, given, config.rms_eps, scalar, norm)
 
 
 def norm_between(
@@ -425,21 +429,19 @@ def _norm_before(
 
 def _added(
     config: ModelConfig,
-    weights: Weights,
-    norm_behind: str,
-    layer: int,
+    end_norm: Float[np.ndarray, " hidden"] | None,
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
     stream: NormedStream,
+    scalar: Float[np.ndarray, " 1"] | None,
     norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
     """Adds a product to the stream, after a post-norm if the model has one."""
-    if not config.ends_with_norms:
+    if end_norm is None:
+        assert scalar is None  # models with layer scalars have such norms
         return linear.linear_add(x, weight, stream, config.residual_factor, norm)
-    scales = scale(config, weights[norm_behind][layer])
     out = linear.residual_product(x, weight)
-    added = linear.added_norm(out, scales, config.rms_eps, stream)
-    return replace(added, norm=norm)
+    return added_norm(out, end_norm, config.rms_eps, stream, scalar, norm)
 
 
 def _replaced(kv: KV, layer: int, planes: Sequence[Float[np.ndarray, "P page H D"]]) -> KV:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from shared.models.mlp import MoEConfig
 from shared.spec import layers, linear
+from shared.spec.added_norm import added_norm
 from shared.spec.experts import Experts, ParallelMLP, experts
 from shared.spec.linear import NormedStream
 
@@ -18,7 +19,9 @@ def added_parallel_experts(
     config: MoEConfig,
     weights: Experts,
     parallel: ParallelMLP,
-    norm: Float[np.ndarray, " hidden"],
+    end_norm: Float[np.ndarray, " hidden"],
+    scalar: Float[np.ndarray, " 1"] | None,
+    norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
     """Adds the normed sum of both branches to the residual stream.
 
@@ -30,7 +33,8 @@ def added_parallel_experts(
       eps: Epsilon of all norms.
       config, weights: Config and weights of the MoE block.
       parallel: The dense MLP, and the norms of both branches.
-      norm: Scale of the norm after the sum.
+      end_norm: Scale of the norm after the sum.
+      scalar, norm: Layer scalar, and scale of the next norm; see `added_norm`.
     """
     assert config.parallel is not None  # the caller checks it
     inner = linear.act_and_mul_linear(stream, eps, parallel.gate_up, config.parallel.activation)
@@ -38,7 +42,7 @@ def added_parallel_experts(
     dense = layers.rms_norm(dense, parallel.mlp_end_norm, eps)
     routed = routed_experts(stream, eps, config, weights, parallel)
     routed = layers.rms_norm(routed, parallel.expert_end_norm, eps)
-    return linear.added_norm(dense + routed, norm, eps, stream)
+    return added_norm(dense + routed, end_norm, eps, stream, scalar, norm)
 
 
 def routed_experts(

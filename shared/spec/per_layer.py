@@ -1,7 +1,5 @@
-"""Per-layer embeddings and layer scalars, which follow the MLP of a layer.
-
-Per-layer embeddings are a second embedding of each token, of which each layer adds its part to the
-residual stream.
+"""Per-layer embeddings: a second embedding of each token, of which each layer adds its part to the
+residual stream after its MLP.
 
 Source: Gemma 4 (transformers, `modeling_gemma4`), following Gemma 3n.
 """
@@ -12,6 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.spec import layers, linear
+from shared.spec.added_norm import added_norm
 from shared.spec.linear import Matrix, NormedStream
 
 SHARE = 2.0**-0.5
@@ -71,7 +70,12 @@ def per_layer_parts(
 
 
 def added_part(
-    stream: NormedStream, part: Float[np.ndarray, "R size"], weights: PerLayerInput, eps: float
+    stream: NormedStream,
+    part: Float[np.ndarray, "R size"],
+    weights: PerLayerInput,
+    eps: float,
+    scalar: Float[np.ndarray, " 1"] | None,
+    norm: Float[np.ndarray, " hidden"] | None,
 ) -> NormedStream:
     """Adds a layer's part to the residual stream, gated by the stream.
 
@@ -80,11 +84,8 @@ def added_part(
       part: The layer's part of each row.
       weights: Weights of the layer.
       eps: Epsilon of the norm.
+      scalar, norm: Layer scalar, and scale of the next norm; see `added_norm`.
     """
     gated = layers.gelu_tanh(linear.product(stream.rows, weights.gate)) * part
-    return linear.added_norm(linear.product(gated, weights.out), weights.norm, eps, stream)
-
-
-def times_rows(stream: NormedStream, scalar: Float[np.ndarray, " 1"]) -> NormedStream:
-    """Multiplies the rows of the stream by a stored number; the product is rounded once."""
-    return stream.with_next_norm((stream.rows * scalar).astype(stream.rows.dtype))
+    x = linear.product(gated, weights.out)
+    return added_norm(x, weights.norm, eps, stream, scalar, norm)

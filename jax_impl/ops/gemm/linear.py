@@ -252,12 +252,6 @@ linear_add = kernel_or_reference(
 )
 
 
-def added_norm(
-    x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: NormedStream
-) -> NormedStream:
-    return stream.with_next_norm(stream.whole + layers.rms_norm(x, alone(norm), eps))
-
-
 def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[jax.Array, "R intermediate"]:

@@ -1,7 +1,4 @@
-"""Per-layer embeddings and layer scalars; same as `shared.spec.per_layer`.
-
-All ranks compute them whole.
-"""
+"""Per-layer embeddings; same as `shared.spec.per_layer`. All ranks compute them whole."""
 
 from typing import NamedTuple
 
@@ -9,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Norm, alone
+from jax_impl.ops import Norm
 from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.added_norm import added_norm
 from jax_impl.ops.gemm.linear import Matrix, NormedStream
 from shared.spec.per_layer import SHARE
 
@@ -48,15 +46,14 @@ def per_layer_parts(
 
 
 def added_part(
-    stream: NormedStream, part: Float[jax.Array, "R size"], weights: PerLayerInput, eps: float
+    stream: NormedStream,
+    part: Float[jax.Array, "R size"],
+    weights: PerLayerInput,
+    eps: float,
+    scalar: Norm | None,
+    norm: Norm | None,
 ) -> NormedStream:
     """Adds a layer's part to the residual stream, gated by the stream."""
     gated = layers.gelu_tanh(linear.product(stream.whole, weights.gate)) * part
-    return linear.added_norm(linear.product(gated, weights.out), weights.norm, eps, stream)
-
-
-def times_rows(stream: NormedStream, scalar: Norm) -> NormedStream:
-    """Multiplies the rows of the stream by a stored number; the product is rounded once."""
-    rows, number = stream.whole, alone(scalar)
-    assert number is not None  # the layer has one
-    return stream.with_next_norm((rows.astype(jnp.float32) * number).astype(rows.dtype))
+    x = linear.product(gated, weights.out)
+    return added_norm(x, weights.norm, eps, stream, scalar, norm)

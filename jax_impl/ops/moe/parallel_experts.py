@@ -7,6 +7,7 @@ from jaxtyping import Float
 from jax_impl.ops import Kernels, Norm, alone, is_bfloat16, kernel_or_reference, stacked
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.added_norm import added_norm
 from jax_impl.ops.gemm.linear import NormedStream
 from jax_impl.ops.moe.experts import Experts, ParallelMLP, counted, experts, run_experts
 from shared.models.mlp import MoEConfig
@@ -19,7 +20,9 @@ def added_parallel_experts(
     config: MoEConfig,
     weights: Experts,
     parallel: ParallelMLP,
-    norm: Norm,
+    end_norm: Norm,
+    scalar: Norm | None,
+    norm: Norm | None,
 ) -> NormedStream:
     """Adds the normed sum of both branches to the residual stream."""
     assert config.parallel is not None  # the caller checks it
@@ -28,7 +31,7 @@ def added_parallel_experts(
     dense = layers.rms_norm(dense, alone(parallel.mlp_end_norm), eps)
     routed, stream = routed_experts(stream, eps, config, weights, parallel)
     routed = layers.rms_norm(routed, alone(parallel.expert_end_norm), eps)
-    return linear.added_norm(dense + routed, norm, eps, stream)
+    return added_norm(dense + routed, end_norm, eps, stream, scalar, norm)
 
 
 def plain_routed_experts(

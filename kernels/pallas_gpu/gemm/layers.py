@@ -60,6 +60,61 @@ def rms_norm(
     return _over_rows(kernel, x, weight, out=out, name="rms_norm", interpret=interpret)
 
 
+def added_norm(
+    x: Float[jax.Array, "R size"],
+    end_norms: Float[jax.Array, "L size"],
+    end_layer: Int[jax.Array, ""],
+    eps: float,
+    rows: Float[jax.Array, "R size"],
+    scalars: Float[jax.Array, "L 1"] | None,
+    scalar_layer: Int[jax.Array, ""],
+    norms: Float[jax.Array, "L size"] | None,
+    layer: Int[jax.Array, ""],
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R size"],
+    Float[jax.Array, "R size"] | None,
+    Float[jax.Array, "R chunks"] | None,
+]:
+    """Adds the RMS norm of `x` to the rows of a residual stream, and multiplies by the scalar.
+
+    Args:
+      x: Rows.
+      end_norms, end_layer: Stacked scales, and the index of their norm.
+      eps: Epsilon of the norm.
+      rows: Rows of the residual stream.
+      scalars, scalar_layer: Stacked layer scalars, and the index of the layer's.
+      norms, layer: Stacked norm scales, and the index of the next norm.
+      order: Reduction order of squares.
+      interpret: Run on a CPU.
+
+    Returns:
+      The new rows, and with a next norm their results of `beside`. All have the bits of `rms_norm`,
+      an addition, a float32 product and `beside`, each rounded.
+    """
+    shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    sums = jax.ShapeDtypeStruct(shape, jnp.float32)
+    out = (like, None, None) if norms is None else (like, like, sums)
+    kernel = functools.partial(_added_norm_kernel, eps=eps, order=order)
+    return _over_rows(
+        kernel,
+        x,
+        end_norms,
+        end_layer.reshape(1),
+        rows,
+        scalars,
+        scalar_layer.reshape(1),
+        norms,
+        layer.reshape(1),
+        out=out,
+        name="added_norm",
+        interpret=interpret,
+    )
+
+
 def layer_norm(
     x: Float[jax.Array, "R size"],
     weight: Float[jax.Array, " size"],
@@ -142,22 +197,50 @@ def _over_rows(kernel, x, *others, out, name, interpret):
 def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
     """One program per row: its sums of squares per chunk, and the scaled row."""
     x, column, sums = _row(x_ref, order)
-    chunks = sums_ref.shape[1]
-    part = lax.iota(jnp.int32, sums.shape[0])
-    pltriton.store(sums_ref.at[pl.program_id(0), part], sums, mask=part < chunks)
+    _store_sums(sums_ref, sums)
     if norms_ref is not None:
-        norm = norms_ref.at[layer_ref[0], column]
-        x = x * pltriton.load(norm, mask=column < x_ref.shape[1], other=0.0)
-        store_row(scaled_ref, x, column)
+        store_row(scaled_ref, x * _scale(norms_ref, layer_ref, column), column)
+
+
+def _added_norm_kernel(
+    x_ref,
+    end_norms_ref,
+    end_layer_ref,
+    rows_ref,
+    scalars_ref,
+    scalar_layer_ref,
+    norms_ref,
+    layer_ref,
+    out_ref,
+    scaled_ref,
+    sums_ref,
+    *,
+    eps,
+    order,
+):
+    """One program per row: adds its norm to the stream, then as `beside` for the sum."""
+    x, column, sums = _row(x_ref, order)
+    inside, dtype = column < x_ref.shape[1], out_ref.dtype
+    at = rows_ref.at[pl.program_id(0), column]
+    rows = pltriton.load(at, mask=inside, other=0.0).astype(jnp.float32)
+    end_norm = _scale(end_norms_ref, end_layer_ref, column)
+    x = _normed(x, sums, x_ref.shape[1], eps, order) * end_norm
+    rows = (rows + x.astype(dtype).astype(jnp.float32)).astype(dtype)
+    if scalars_ref is not None:
+        scalar = scalars_ref[scalar_layer_ref[0], 0]
+        rows = (rows.astype(jnp.float32) * scalar).astype(dtype)
+    store_row(out_ref, rows, column)
+    if norms_ref is not None:
+        x = jnp.where(inside, rows.astype(jnp.float32), 0.0)
+        _store_sums(sums_ref, add_up(x * x, order.digits))
+        store_row(scaled_ref, x * _scale(norms_ref, layer_ref, column), column)
 
 
 def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     """One program per row: its norm, from sums of squares per chunk."""
     x, column, sums = _row(x_ref, order)
-    size, digits = x_ref.shape[1], order.digits_of_chunks
-    exponent = exponent_of(sums.max(), digits)
-    total = in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
-    x = x * lax.rsqrt(total * (1.0 / size) + eps)
+    size = x_ref.shape[1]
+    x = _normed(x, sums, size, eps, order)
     if weight_ref is not None:
         x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
     store_row(out_ref, x, column)
@@ -172,6 +255,14 @@ def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
     x = x * pltriton.load(weight_ref.at[column], mask=inside, other=0.0)
     x = x + pltriton.load(bias_ref.at[column], mask=inside, other=0.0)
     store_row(out_ref, x, column)
+
+
+def _normed(x, sums, size, eps, order):
+    """Divides a row by its root mean square, from its sums of squares per chunk."""
+    digits = order.digits_of_chunks
+    exponent = exponent_of(sums.max(), digits)
+    total = in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
+    return x * lax.rsqrt(total * (1.0 / size) + eps)
 
 
 def _sum(terms, order):
@@ -224,6 +315,19 @@ def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
         x = pltriton.load(at, mask=column < hidden, other=0.0).astype(jnp.float32)
         out += x * shares_ref[row, corner]
     store_row(out_ref, out, column)
+
+
+def _scale(norms_ref, layer_ref, column):
+    """Loads the scale of one norm of a stack."""
+    at = norms_ref.at[layer_ref[0], column]
+    return pltriton.load(at, mask=column < norms_ref.shape[1], other=0.0)
+
+
+def _store_sums(sums_ref, sums):
+    """Stores the sums of squares of the chunks of the row of this program."""
+    part = lax.iota(jnp.int32, sums.shape[0])
+    at = sums_ref.at[pl.program_id(0), part]
+    pltriton.store(at, sums, mask=part < sums_ref.shape[1])
 
 
 def store_row(out_ref, x, column):

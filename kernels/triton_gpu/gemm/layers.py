@@ -56,6 +56,41 @@ def rms_norm(
     return out
 
 
+def added_norm(
+    x: Float[Tensor, "R size"],
+    end_norm: Float[Tensor, " size"],
+    eps: float,
+    rows: Float[Tensor, "R size"],
+    scalar: Float[Tensor, " 1"] | None,
+    norm: Float[Tensor, " size"] | None,
+    *,
+    order: SquaresOrder,
+) -> tuple[
+    Float[Tensor, "R size"], Float[Tensor, "R size"] | None, Float[Tensor, "R chunks"] | None
+]:
+    """Adds the RMS norm of `x` to the rows of a residual stream, and multiplies by the scalar.
+
+    Returns:
+      The new rows, and with a next norm their results of `beside`. All have the bits of `rms_norm`,
+      an addition, a float32 product and `beside`, each rounded.
+    """
+    x, rows = x.contiguous(), rows.contiguous()
+    out, scaled, sums = torch.empty_like(rows), None, None
+    if norm is not None:
+        shape = (len(x), triton.cdiv(x.shape[1], order.chunk))
+        scaled = torch.empty_like(rows)
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    arrays = (x, end_norm, rows, scalar, norm, out, scaled, sums)
+    flags = {"is_multiplied": scalar is not None, "is_scaled": norm is not None}
+    _added_norm_kernel[(len(x),)](
+        *(out if each is None else each for each in arrays),  # as above
+        eps,
+        **flags,
+        **_settings(x, order),
+    )
+    return out, scaled, sums
+
+
 def layer_norm(
     x: Float[Tensor, "R size"],
     weight: Float[Tensor, " size"],
@@ -148,10 +183,7 @@ def _row_kernel(
     x = tl.load(x_at + row * size + column, mask=column < size, other=0.0).to(tl.float32)
     sums = add_up(x * x, digits)
     if is_norm:
-        exponent = exponent_of(tl.max(sums, 0), digits_of_chunks)
-        units = tl.sum(units_of(sums, exponent, digits_of_chunks), 0)
-        total = in_floats(units, exponent, digits_of_chunks)
-        x = x * tl.rsqrt(total * (1.0 / size) + eps)
+        x = _normed(x, sums, eps, size, digits_of_chunks)
     else:
         chunks: tl.constexpr = (size + chunk - 1) // chunk
         tl.store(sums_at + row * chunks + part, sums, mask=part < chunks)
@@ -159,6 +191,60 @@ def _row_kernel(
         x = x * tl.load(weight_at + column, mask=column < size, other=0.0)
     if is_norm or is_scaled:
         tl.store(out_at + row * size + column, x.to(out_at.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _added_norm_kernel(
+    x_at,
+    end_norm_at,
+    rows_at,
+    scalar_at,
+    norm_at,
+    out_at,
+    scaled_at,
+    sums_at,
+    eps,
+    size: tl.constexpr,
+    chunk: tl.constexpr,
+    spread: tl.constexpr,
+    digits: tl.constexpr,
+    digits_of_chunks: tl.constexpr,
+    is_launched: tl.constexpr,
+    is_multiplied: tl.constexpr,
+    is_scaled: tl.constexpr,
+):
+    """One program per row: adds its norm to the stream, then as `beside` for the sum."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, spread)
+    column = part[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    inside = column < size
+    # No kernel writes weights, so they are loaded while the previous kernel ends.
+    end_norm = tl.load(end_norm_at + column, mask=inside, other=0.0)
+    if is_scaled:
+        norm = tl.load(norm_at + column, mask=inside, other=0.0)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_at + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    rows = tl.load(rows_at + row * size + column, mask=inside, other=0.0)
+    x = _normed(x, add_up(x * x, digits), eps, size, digits_of_chunks) * end_norm
+    rows = (rows.to(tl.float32) + x.to(rows.dtype).to(tl.float32)).to(rows.dtype)
+    if is_multiplied:
+        rows = (rows.to(tl.float32) * tl.load(scalar_at)).to(rows.dtype)
+    tl.store(out_at + row * size + column, rows, mask=inside)
+    if is_scaled:
+        x = tl.where(inside, rows.to(tl.float32), 0.0)
+        chunks: tl.constexpr = (size + chunk - 1) // chunk
+        tl.store(sums_at + row * chunks + part, add_up(x * x, digits), mask=part < chunks)
+        tl.store(scaled_at + row * size + column, (x * norm).to(rows.dtype), mask=inside)
+
+
+@triton.jit
+def _normed(x, sums, eps, size: tl.constexpr, digits_of_chunks: tl.constexpr):
+    """Divides a row by its root mean square, from its sums of squares per chunk."""
+    exponent = exponent_of(tl.max(sums, 0), digits_of_chunks)
+    units = tl.sum(units_of(sums, exponent, digits_of_chunks), 0)
+    total = in_floats(units, exponent, digits_of_chunks)
+    return x * tl.rsqrt(total * (1.0 / size) + eps)
 
 
 @triton.jit

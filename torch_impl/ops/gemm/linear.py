@@ -246,12 +246,6 @@ def ended(
 linear_add = kernel_or_reference(kernel_linear_add, plain_linear_add, is_bfloat16)
 
 
-def added_norm(
-    x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: NormedStream
-) -> NormedStream:
-    return stream.with_next_norm(stream.whole + layers.rms_norm(x, norm, eps))
-
-
 def plain_act_and_mul_linear(
     stream: NormedStream, eps: float | None, weight: Matrix, activation: Activation = SILU_AND_MUL
 ) -> Float[Tensor, "R intermediate"]:

@@ -1,7 +1,4 @@
-"""Per-layer embeddings and layer scalars; same as `shared.spec.per_layer`.
-
-All ranks compute them whole.
-"""
+"""Per-layer embeddings; same as `shared.spec.per_layer`. All ranks compute them whole."""
 
 from dataclasses import dataclass
 
@@ -10,6 +7,7 @@ from torch import Tensor
 
 from shared.spec.per_layer import SHARE
 from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.added_norm import added_norm
 from torch_impl.ops.gemm.linear import Matrix, NormedStream
 
 
@@ -48,13 +46,14 @@ def per_layer_parts(
 
 
 def added_part(
-    stream: NormedStream, part: Float[Tensor, "R size"], weights: PerLayerInput, eps: float
+    stream: NormedStream,
+    part: Float[Tensor, "R size"],
+    weights: PerLayerInput,
+    eps: float,
+    scalar: Float[Tensor, " 1"] | None,
+    norm: Float[Tensor, " hidden"] | None,
 ) -> NormedStream:
     """Adds a layer's part to the residual stream, gated by the stream."""
     gated = layers.gelu_tanh(linear.product(stream.whole, weights.gate)) * part
-    return linear.added_norm(linear.product(gated, weights.out), weights.norm, eps, stream)
-
-
-def times_rows(stream: NormedStream, scalar: Float[Tensor, " 1"]) -> NormedStream:
-    rows = stream.whole
-    return stream.with_next_norm((rows.float() * scalar).to(rows.dtype))
+    x = linear.product(gated, weights.out)
+    return added_norm(x, weights.norm, eps, stream, scalar, norm)

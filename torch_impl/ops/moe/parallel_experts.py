@@ -9,6 +9,7 @@ from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.added_norm import added_norm
 from torch_impl.ops.gemm.linear import NormedStream
 from torch_impl.ops.moe.experts import Experts, ParallelMLP, counted, experts, run_experts
 
@@ -19,7 +20,9 @@ def added_parallel_experts(
     config: MoEConfig,
     weights: Experts,
     parallel: ParallelMLP,
-    norm: Float[Tensor, " hidden"],
+    end_norm: Float[Tensor, " hidden"],
+    scalar: Float[Tensor, " 1"] | None,
+    norm: Float[Tensor, " hidden"] | None,
 ) -> NormedStream:
     """Adds the normed sum of both branches to the residual stream."""
     assert config.parallel is not None  # the caller checks it
@@ -28,7 +31,7 @@ def added_parallel_experts(
     dense = layers.rms_norm(dense, parallel.mlp_end_norm, eps)
     routed = routed_experts(stream, eps, config, weights, parallel)
     routed = layers.rms_norm(routed, parallel.expert_end_norm, eps)
-    return linear.added_norm(dense + routed, norm, eps, stream)
+    return added_norm(dense + routed, end_norm, eps, stream, scalar, norm)
 
 
 def plain_routed_experts(
