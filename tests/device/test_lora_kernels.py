@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.pallas_gpu.gemm import linear_mainloop
+from kernels.pallas_gpu.gemm import lora as lora_kernels
 from kernels.shrink_tiles import ShrinkTiles, adapters_at_once, is_within_gemm, programs_ahead
 from kernels.tiles import Tiles
 from shared.models.formats.fp8 import Granularity
@@ -117,6 +120,31 @@ def test_shrink_within_gemm_keeps_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         for may_join in (True, False)
     )
     assert within.tobytes() == apart.tobytes()
+
+
+@pytest.mark.skipif(ON_GPU, reason="reads the order of a trace")
+@pytest.mark.parametrize("kind", PARTS)
+def test_sums_within_gemm_load_after_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def record(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def recorded(*args: Any) -> Any:
+            found.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    record(linear_mainloop, "wait_for_sums")
+    record(lora_kernels, "_load_sums")
+    x, weight, adapted = given(kind, 3, 2, 16)
+    multiplied("pallas", kind, x, weight, adapted, tiles(rows=32))
+    assert found[0] == "wait_for_sums"
+    assert "_load_sums" in found
+    found.clear()
+    multiplied("pallas", kind, x, weight, adapted, tiles(rows=32), may_join=False)
+    assert set(found) == {"_load_sums"}
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")

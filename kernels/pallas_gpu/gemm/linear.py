@@ -278,13 +278,14 @@ def _multiply_block(
         weights=2 if settings.is_gated else 1,
         tiles=tiling.tiles,
     )
-    adapters = inputs.adapters
-    lora = None if adapters is None else ExpandInputs.of(block, adapters)
+    adapters, lora = inputs.adapters, None
+    if adapters is not None:
+        lora = ExpandInputs.of(block, tiling, adapters, settings.parts, settings.shrink)
     sums = sums_of(operands, tiling, block, is_compiled, segment)
 
     def store(sums):
         if adapters is not None:
-            sums = list(adapted(sums, lora, block, adapters, settings.parts, settings.shrink))
+            sums = list(adapted(sums, lora, adapters, settings.parts))
         sums = split_weights(sums, block)
         store_result(sums, early, refs, inputs, tile, tiling, settings, peers)
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
-from kernels.pallas_gpu.gemm.lora import AdapterTile, expand
-from kernels.pallas_gpu.gemm.lora_shrink import wait_for_sums
+from kernels.pallas_gpu.gemm.lora import AdapterTile, LoadedOperands, expand, load_operands
+from kernels.pallas_gpu.gemm.lora_shrink import SlotsInUse, wait_for_sums
 from shared.models.formats.weight_format import PLAIN
 
 
@@ -66,53 +66,67 @@ def split_weights(sums, block):
 
 
 class ExpandInputs(NamedTuple):
-    """Inputs of the expand that are loaded before the main loop, to hide their latency.
+    """Adapters of an accumulator of a block.
 
     Attributes:
-      slots: Adapter slot of each row, 0 out of bounds.
-      layer: Index into the stacks of adapters.
-      counter: Counter of a shrink within the GEMM; None without.
+      tile: Outputs of the accumulator, and rows.
+      loaded: Operands that are loaded before the main loop, to hide their latency.
     """
 
-    slots: Any
-    layer: Any
-    counter: Any
+    tile: AdapterTile
+    loaded: LoadedOperands | None
 
     @classmethod
-    def of(cls, block: Any, adapters: Any) -> "ExpandInputs":
-        """Loads the inputs of a block."""
-        is_row = block.row < block.num_rows
-        slots = pltriton.load(adapters.slots.at[block.row], mask=is_row, other=0)
-        counter = None if adapters.counter is None else adapters.counter[0]
-        return cls(slots, adapters.layer[0], counter)
+    def of(cls, block: Any, tiling: Any, adapters: Any, parts: Any, shrink: Any) -> list[Any]:
+        """Loads the inputs of each accumulator of a block.
+
+        Args:
+          block, tiling: Block of the result, and sizes of the call.
+          adapters, parts: LoRA adapters of the rows, see `lora.expand`.
+          shrink: Shrink of the first programs, see `lora.shrink_ahead`; None without.
+        """
+        columns, N, layer = block.tiles.columns, block.outputs, adapters.layer[0]
+        slots = adapters.slots.at[block.row]
+        slots = pltriton.load(slots, mask=block.row < block.num_rows, other=0)
+        is_whole = block.num_rows <= len(block.row)
+        used = SlotsInUse.read(adapters.in_use) if is_whole else SlotsInUse.of(slots)
+        wait = None
+        if shrink is not None:
+            wait = partial(wait_for_sums, adapters, adapters.counter[0], shrink)
+        count = len(LOADERS[tiling.format].of_block(block)["outputs"])
+        span, found = block.weights // count, []
+        for number in range(count):
+            lane = lax.iota(jnp.int32, span * columns)
+            in_result = block.number * columns + lax.rem(lane, columns)
+            tile = AdapterTile(
+                output=in_result + (number + lax.div(lane, columns)) * N,
+                is_output=in_result < N,
+                first=number * N,
+                last=(number + span) * N,
+                row=block.row,
+                slots=slots,
+                used=used,
+                layer=layer,
+                at=block.number * columns + number * N if span == 1 else None,
+                wait=None if number else wait,
+            )
+            loaded = None  # the last program of separate segments loads beside their sums
+            if not tiling.separate:
+                loaded = load_operands(tile, adapters, parts, count, shrink is None)
+            found.append(cls(tile, loaded))
+        return found
 
 
-def adapted(sums, early, block, adapters, parts, shrink):
+def adapted(sums, inputs, adapters, parts):
     """Yields the accumulators, continued over the inputs of the adapters of the rows.
 
     Args:
-      sums, block: Accumulators of a block, see `sums_of`.
-      early: Inputs that were loaded before the main loop.
+      sums: Accumulators of a block, see `sums_of`.
+      inputs: Adapters of each accumulator, see `ExpandInputs`.
       adapters, parts: LoRA adapters of the rows, see `lora.expand`.
-      shrink: Shrink of the first programs, see `lora.shrink_ahead`; None without.
     """
-    wait = None if shrink is None else partial(wait_for_sums, adapters, early.counter, shrink)
-    columns, N = block.tiles.columns, block.outputs
-    span = block.weights // len(sums)
-    for number, acc in enumerate(sums):
-        lane = lax.iota(jnp.int32, span * columns)
-        in_result = block.number * columns + lax.rem(lane, columns)
-        tile = AdapterTile(
-            output=in_result + (number + lax.div(lane, columns)) * N,
-            is_output=in_result < N,
-            first=number * N,
-            last=(number + span) * N,
-            row=block.row,
-            slots=early.slots,
-            layer=early.layer,
-            wait=None if number else wait,
-        )
-        yield expand(acc, tile, adapters, parts)
+    for acc, own in zip(sums, inputs, strict=True):
+        yield expand(acc, own.tile, adapters, parts, own.loaded)
 
 
 def accumulate(loader, shape, count, steps, is_swapped, first=0):

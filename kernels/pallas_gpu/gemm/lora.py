@@ -10,6 +10,7 @@ Implements `shared.spec.lora`.
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,9 @@ from jaxtyping import Float, Float32, Int
 from kernels.pallas_gpu.gemm.lora_shrink import (
     EXACT,
     ShrinkSettings,
+    SlotsInUse,
     any_of,
     shrink_kernel,
-    slots_in_use,
 )
 from kernels.shrink_tiles import (
     FEW_ROWS,
@@ -36,6 +37,8 @@ from shared.spec.reduction_order import ShrinkOrder
 
 _SLICE = 16
 """Inputs of an adapter that are added at once: the depth of a tensor core instruction."""
+_MOST_EARLY_SUMS = 12288
+"""Partial sums of a tile that are loaded before the main loop: 96 registers of 128 threads."""
 
 
 class AdapterOperands(NamedTuple):
@@ -45,6 +48,7 @@ class AdapterOperands(NamedTuple):
       sums: Partial sums of `A x` of each row for its adapter, undefined for rows without one; None
         for a shrink within the GEMM, before its launch.
       slots: Adapter slot of each row, 0 for none.
+      in_use: Slots of all rows, see `SlotsInUse`; None for experts.
       layer: Index into the stacks.
       b, scales, factors: Stacked adapters by slot, see `shared.spec.lora.AdapterWeights`.
       a, arrivals, counter: For a shrink within the GEMM, stacked rows of A, counters of programs,
@@ -53,6 +57,7 @@ class AdapterOperands(NamedTuple):
 
     sums: Float32[jax.Array, "R splits ranks"] | None
     slots: Int[jax.Array, " R"]
+    in_use: Int[jax.Array, " 3"] | None
     layer: Int[jax.Array, " 1"]
     b: Float[jax.Array, "slots L outputs rank"]
     scales: Float32[jax.Array, "slots L ranks"]
@@ -109,11 +114,12 @@ def shrink(
     """
     (R, K), (num_slots, _, ranks, _) = x.shape, a.shape
     tiles, layer = ShrinkTiles.of(R, ranks, K, order), layer.reshape(1)
+    in_use = jnp.stack(SlotsInUse.of(slots))
     blocks = pl.cdiv(ranks, tiles.ranks)
     units = blocks * tiles.splits * min(R, num_slots)
     if arrivals is not None and is_within_gemm(R, units):
         operands = AdapterOperands(
-            None, slots, layer, b, scales, factors, a, arrivals, counter.reshape(1)
+            None, slots, in_use, layer, b, scales, factors, a, arrivals, counter.reshape(1)
         )
         within = ShrinkSettings(tiles, blocks, order.chunk, ranks, units)
         return RowAdapters(operands, tuple(parts), within)
@@ -125,7 +131,8 @@ def shrink(
         interpret=interpret,
         name="shrink",
     )(x, a, slots, layer)
-    return RowAdapters(AdapterOperands(sums, slots, layer, b, scales, factors), tuple(parts))
+    operands = AdapterOperands(sums, slots, in_use, layer, b, scales, factors)
+    return RowAdapters(operands, tuple(parts))
 
 
 class AdapterTile(NamedTuple):
@@ -136,7 +143,9 @@ class AdapterTile(NamedTuple):
       first, last: Outputs of all tiles are from `first` to before `last`.
       row: Rows of the sums: those of the GEMM, or slots of experts.
       slots: Adapter slot of each row, 0 out of bounds.
+      used: Slots that a row has.
       layer: Index into the stacks.
+      at: First output of the accumulator; None if its outputs are not consecutive.
       wait: Waits for the sums of a shrink within the GEMM, once; None after the shrink.
     """
 
@@ -146,11 +155,57 @@ class AdapterTile(NamedTuple):
     last: int
     row: Any
     slots: Any
+    used: SlotsInUse
     layer: Any
+    at: Any = None
     wait: Callable[[], None] | None = None
 
+    def only_part(self, parts: Sequence[int]) -> Any:
+        """Returns the part of the weight that has all outputs; None if there may be several."""
+        ends = list(accumulate(parts))
+        for part, (begin, end) in enumerate(pairwise([0, *ends])):
+            if begin <= self.first and self.last <= end:
+                return part
+        if self.at is None or any(x % len(self.output) for x in (self.first, *ends[:-1])):
+            return None
+        return sum((self.at >= end).astype(jnp.int32) for end in ends[:-1])
 
-def expand(acc, tile, adapters, parts):
+
+class LoadedOperands(NamedTuple):
+    """Operands of the expand of one part that are loaded before the main loop.
+
+    Attributes:
+      weights: Columns of B and the factor of each output, for the first adapters.
+      sums: Scales and partial sums of the rows, by slices; None if they are loaded later.
+    """
+
+    weights: Any
+    sums: Any
+
+
+def load_operands(tile, adapters, parts, count, is_shrunk):
+    """Loads operands of `expand` before the main loop, to hide their latency.
+
+    Few rows leave enough registers. Nothing may use these values before the main loop, as its
+    copies would start after them.
+
+    Args:
+      tile, adapters, parts: See `expand`.
+      count: Accumulators of a tile.
+      is_shrunk: Whether the sums are complete before the GEMM.
+    """
+    part = tile.only_part(parts)
+    if part is None or len(tile.row) > FEW_ROWS:
+        return None
+    weights = _load_weights(tile, adapters, tile.is_output, tile.used.begin)
+    rank, splits = adapters.b.shape[-1], adapters.sums.shape[1]
+    if not is_shrunk or count * len(tile.row) * splits * rank > _MOST_EARLY_SUMS:
+        return LoadedOperands(weights, None)
+    lanes = [part * rank + lane for lane in _lanes(adapters)]
+    return LoadedOperands(weights, [_load_sums(tile, adapters, lane) for lane in lanes])
+
+
+def expand(acc, tile, adapters, parts, loaded=None):
     """Continues an accumulator over the inputs of the adapters, each row over its own.
 
     Args:
@@ -158,13 +213,15 @@ def expand(acc, tile, adapters, parts):
       tile: See `AdapterTile`.
       adapters: References, see `AdapterOperands`.
       parts: Outputs of each part.
+      loaded: Operands that were loaded before the main loop, of `load_operands`.
     """
+    part = tile.only_part(parts)
+    if part is not None:
+        return _add_inputs(acc, tile, adapters, tile.is_output, part, loaded)
     end = 0
     for part, outputs in enumerate(parts):
         begin, end = end, end + outputs
-        if begin <= tile.first and tile.last <= end:
-            acc = _add_inputs(acc, tile, adapters, tile.is_output, part)
-        elif begin < tile.last and tile.first < end:
+        if begin < tile.last and tile.first < end:
             if tile.wait is not None:
                 tile.wait()  # here, as a program skips parts
                 tile = tile._replace(wait=None)
@@ -175,90 +232,117 @@ def expand(acc, tile, adapters, parts):
     return acc
 
 
-def _add_inputs(acc, tile, adapters, is_output, part):
+def _add_inputs(acc, tile, adapters, is_output, part, loaded=None):
     """Continues some outputs of one part, with the inputs of all rows loaded once.
 
     Operands are loaded before the first is used, as each load takes longer than the products. The
-    first weights are loaded before the wait for the sums.
+    first weights are loaded before the wait for the sums, and the next adapters before the products
+    of the current ones.
     """
-    num_slots, *_, rank = adapters.b.shape
-    slots, lanes = tile.slots, [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
-    at_once = adapters_at_once(num_slots, rank) if len(slots) <= FEW_ROWS else 1
-    begin, end = slots_in_use(slots, num_slots)
-    nothing = [jnp.zeros((len(slots), _SLICE), adapters.b.dtype) for _ in lanes]
-    columns = [jnp.zeros((len(is_output), _SLICE), adapters.b.dtype) for _ in lanes]
-    zeros = [(columns, jnp.zeros(len(is_output), adapters.factors.dtype)) for _ in range(at_once)]
-
-    def load_inputs():
-        return [_inputs_of(tile, adapters, part * rank + lane) for lane in lanes]
-
-    def load(first):
-        def weights():
-            return [
-                _weights_of(tile, adapters, is_output, slots, first + i, lanes)
-                for i in range(at_once)
-            ]
-
-        # Always: one branch of all loads, before any layout conversion.
-        return lax.cond(first < end, weights, lambda: zeros)
-
-    def multiply(acc, first, loaded):
-        for i, (weights, factor) in enumerate(loaded):
-            is_own = slots == first + i + 1
-            how = {"inputs": inputs, "weights": weights, "factor": factor}
-            continued = functools.partial(_multiply, is_own=is_own, is_output=is_output, **how)
-            acc = lax.cond(any_of(is_own), continued, lambda acc: acc, acc)
-        return acc
-
-    loaded = load(begin)
+    used, at_once = tile.used, _at_once(tile, adapters)
+    if loaded is None:
+        loaded = LoadedOperands(_load_weights(tile, adapters, is_output, used.begin), None)
     if tile.wait is not None:
         tile.wait()
-    # A branch: otherwise Triton converts the layout of each sum before it loads the next.
-    inputs = lax.cond(begin < end, load_inputs, lambda: nothing)
+    inputs = _inputs_of(tile, adapters, part, loaded.sums)
 
-    def add(step, acc):
-        first = begin + step * at_once
-        return multiply(acc, first, load(first))
+    def multiply(acc, first, weights):
+        for i, (columns, factor) in enumerate(weights):
+            # Otherwise Triton copies columns to shared memory as soon as they are loaded.
+            columns = [jnp.where(used.begin < used.end, x, jnp.zeros_like(x)) for x in columns]
+            is_own = tile.slots == first + i + 1
+            how = {"inputs": inputs, "weights": columns, "factor": factor}
+            continued = functools.partial(_multiply, is_own=is_own, is_output=is_output, **how)
+            acc = lax.cond(used.has(first + i), continued, lambda acc: acc, acc)
+        return acc
 
-    steps = lax.div(end - begin + at_once - 1, at_once)
-    return lax.fori_loop(1, steps, add, multiply(acc, begin, loaded))
+    def add(step, state):
+        acc, weights = state
+        first = used.begin + step * at_once
+        after = _load_weights(tile, adapters, is_output, first + at_once)
+        return multiply(acc, first, weights), after
+
+    if adapters.slots.shape[0] == 1 or at_once >= adapters.b.shape[0]:
+        return multiply(acc, used.begin, loaded.weights)
+    steps = lax.div(used.end - used.begin + at_once - 1, at_once)
+    return lax.fori_loop(0, steps, add, (acc, loaded.weights))[0]
+
+
+def _at_once(tile, adapters):
+    """Returns the adapters that a tile loads at once; a GEMM of few rows has no more than rows."""
+    num_slots, *_, rank = adapters.b.shape
+    if len(tile.row) > FEW_ROWS:
+        return 1
+    return adapters_at_once(min(num_slots, adapters.slots.shape[0]), rank)
+
+
+def _lanes(adapters):
+    """Returns the slices of the inputs of an adapter."""
+    rank = adapters.b.shape[-1]
+    return [at + lax.iota(jnp.int32, _SLICE) for at in range(0, rank, _SLICE)]
 
 
 def _multiply(acc, is_own, is_output, inputs, weights, factor):
     """Continues the accumulator of the rows of one adapter."""
     sums = acc
     for a, b in zip(inputs, weights, strict=True):
-        sums = sums + pltriton.dot(a, b.T, **EXACT)
+        sums = sums + pltriton.dot(a, b, **EXACT)
     return jnp.where(is_own[:, None] & is_output[None, :], sums * factor[None, :], acc)
 
 
-def _inputs_of(tile, adapters, rank):
-    """Returns `round(s * (A x))` of each row for some rows of A of its own adapter."""
+def _load_sums(tile, adapters, rank):
+    """Returns the scale and the partial sums of each row for some rows of A of its own adapter."""
     slot = jnp.maximum(tile.slots - 1, 0)[:, None]
     is_own = jnp.broadcast_to((tile.slots > 0)[:, None], (len(tile.slots), _SLICE))
     load = functools.partial(pltriton.load, mask=is_own, other=0.0)
-    scale = load(adapters.scales.at[slot, tile.layer, rank[None, :]])
-    total = jnp.zeros(is_own.shape, jnp.float32)
-    for split in range(adapters.sums.shape[1]):
-        total = total + load(adapters.sums.at[tile.row[:, None], split, rank[None, :]])
-    return (total * scale).astype(adapters.b.dtype)
+    row, splits = tile.row[:, None], range(adapters.sums.shape[1])
+    sums = [load(adapters.sums.at[row, split, rank[None, :]]) for split in splits]
+    return load(adapters.scales.at[slot, tile.layer, rank[None, :]]), sums
 
 
-def _weights_of(tile, adapters, is_output, slots, slot, lanes):
-    """Returns columns of B and the factor of each output of an adapter; zeros if no row has it."""
-    is_used = is_output & any_of(slots == slot + 1)
-    slot = jnp.minimum(slot, adapters.b.shape[0] - 1)
-    mask = jnp.broadcast_to(is_used[:, None], (len(is_used), _SLICE))
-    columns = [
-        pltriton.load(
-            adapters.b.at[slot, tile.layer, tile.output[:, None], lane[None, :]],
-            mask=mask,
-            other=0.0,
-        )
-        for lane in lanes
-    ]
-    of_outputs = adapters.factors.at[slot, tile.layer, tile.output]
-    return columns, pltriton.load(of_outputs, mask=is_used, other=0.0)
+def _inputs_of(tile, adapters, part, loaded):
+    """Returns `round(s * (A x))` of each row for its own adapter, by slices.
+
+    Args:
+      tile, adapters, part: See `expand`.
+      loaded: Scales and partial sums; None if they are not loaded yet.
+    """
+    rank = adapters.b.shape[-1]
+    lanes = [part * rank + lane for lane in _lanes(adapters)]
+
+    def added():
+        found = []
+        for number, lane in enumerate(lanes):
+            scale, sums = loaded[number] if loaded else _load_sums(tile, adapters, lane)
+            total = jnp.zeros(scale.shape, jnp.float32)
+            for each in sums:
+                total = total + each
+            found.append((total * scale).astype(adapters.b.dtype))
+        return found
+
+    nothing = [jnp.zeros((len(tile.row), _SLICE), adapters.b.dtype) for _ in lanes]
+    # A branch: otherwise Triton converts the layout of each sum before it adds or loads the next.
+    return lax.cond(tile.used.begin < tile.used.end, added, lambda: nothing)
+
+
+def _load_weights(tile, adapters, is_output, first):
+    """Returns the columns of B, by slices, and the factor of each output of some adapters.
+
+    They are zero for adapters that no row has. Columns are loaded as rows, and without a branch:
+    XLA would move a transposition with its loads to after the main loop, and values of a branch
+    are complete at its end.
+    """
+    num_slots, width, found = adapters.b.shape[0], len(is_output), []
+    for number in range(_at_once(tile, adapters)):
+        is_used = is_output & tile.used.has(first + number)
+        slot = jnp.minimum(first + number, num_slots - 1)
+        mask = jnp.broadcast_to(is_used[None, :], (_SLICE, width))
+        of_outputs = (slot, tile.layer, tile.output[None, :])
+        at = [adapters.b.at[(*of_outputs, lane[:, None])] for lane in _lanes(adapters)]
+        columns = [pltriton.load(x, mask=mask, other=0.0) for x in at]
+        factors = adapters.factors.at[slot, tile.layer, tile.output]
+        found.append((columns, pltriton.load(factors, mask=is_used, other=0.0)))
+    return found
 
 
 def expand_rows(acc, tile, part, adapters):
@@ -307,6 +391,7 @@ def expand_logits(logits, gate, row, is_row, expert, adapters, routing):
             last=end,
             row=row,
             slots=slots,
+            used=SlotsInUse.of(slots),
             layer=adapters.layer[0],
         )
 

@@ -3,7 +3,7 @@
 See `lora`. Both compute the same sums in the same order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,37 @@ class ShrinkSettings(NamedTuple):
         return jax.ShapeDtypeStruct((R, self.tiles.splits, self.ranks), jnp.float32)
 
 
+class SlotsInUse(NamedTuple):
+    """Adapter slots of some rows.
+
+    Attributes:
+      begin, end: First slot, counted from 0, and the one after the last.
+      used: A bit for every 32nd slot that a row has.
+    """
+
+    begin: Any
+    end: Any
+    used: Any
+
+    @classmethod
+    def of(cls, slots: Any) -> "SlotsInUse":
+        """Returns those of rows with the given slots, 0 for none."""
+        most, number = 2**30, lax.iota(jnp.int32, 32)
+        is_used = (slots > 0)[:, None] & (((slots - 1) & 31)[:, None] == number[None, :])
+        bits = jnp.where(jnp.max(is_used.astype(jnp.int32), axis=0) > 0, 1 << number, 0)
+        begin = jnp.min(jnp.where(slots > 0, slots, most)) - 1
+        return cls(begin, jnp.max(slots), jnp.sum(bits))
+
+    @classmethod
+    def read(cls, ref: Any) -> "SlotsInUse":
+        """Returns those of all rows of a call, computed before its kernels."""
+        return cls(ref[0], ref[1], ref[2])
+
+    def has(self, slot: Any) -> Any:
+        """Returns whether a row may have a slot."""
+        return (slot < self.end) & (((self.used >> (slot & 31)) & 1) > 0)
+
+
 def shrink_kernel(x_ref, a_ref, slots_ref, layer_ref, sums_ref, *, tiles, blocks, chunk):
     """One program per slot, block of rows, block of rows of A, and split of the inputs."""
     row = pl.program_id(1) * tiles.rows + lax.iota(jnp.int32, tiles.rows)
@@ -67,7 +98,7 @@ def shrink_ahead(number, x_ref, adapters, settings, interpret):
     row = lax.iota(jnp.int32, tiles.rows)
     layer, counter = adapters.layer[0], adapters.counter[0]
     slots = pltriton.load(adapters.slots.at[row], mask=row < R, other=0)
-    begin, end = slots_in_use(slots, adapters.a.shape[0])
+    begin, end, _ = SlotsInUse.read(adapters.in_use)
 
     def add(step, done):
         unit = number + step * settings.programs
@@ -145,11 +176,6 @@ def _add_inputs_of_rows(x_ref, a_of, sums_ref, row, is_own, block, split, tiles,
         # Rows that are not stored get an index outside the array, which the interpreter requires.
         at = sums_ref.at[jnp.where(is_own, row, R)[:, None], split, rank[None, :]]
         pltriton.store(at, total, mask=jnp.broadcast_to(is_own[:, None], total.shape))
-
-
-def slots_in_use(slots, num_slots):
-    """Returns the first adapter slot of some rows, counted from 0, and the one after the last."""
-    return jnp.min(jnp.where(slots > 0, slots, num_slots + 1)) - 1, jnp.max(slots)
 
 
 def any_of(flags):

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.gemm.lora import AdapterOperands, AdapterTile, expand
-from kernels.pallas_gpu.gemm.lora_shrink import EXACT, any_of
+from kernels.pallas_gpu.gemm.lora_shrink import EXACT, SlotsInUse, any_of
 from kernels.pallas_gpu.gemm.moe_gemm_tiles import ExpertGemmConfig, tile_of
 from kernels.pallas_gpu.moe.moe_align import ExpertBlocks, max_tiles
 from kernels.routing import RoutingSettings
@@ -109,7 +109,7 @@ def shrink_experts(
         stack.reshape(num_slots, -1, *stack.shape[3:])
         for stack in (adapters.b, adapters.scales, adapters.factors)
     )
-    own = AdapterOperands(sums, adapters.slots, layer, b, scales, factors)
+    own = AdapterOperands(sums, adapters.slots, None, layer, b, scales, factors)
     return SlotAdapters(own, AdaptedExperts(stored, tuple(adapters.parts)))
 
 
@@ -178,13 +178,15 @@ def expand_expert(acc, tile, is_slot, output, is_output, first, last, adapters, 
       of_row: Slots of a row.
     """
     of_slots = adapters.slots.at[lax.div(tile.slots, of_row)]
+    slots = pltriton.load(of_slots, mask=is_slot, other=0)
     rows = AdapterTile(
         output=output,
         is_output=is_output,
         first=first,
         last=last,
         row=tile.slots,
-        slots=pltriton.load(of_slots, mask=is_slot, other=0),
+        slots=slots,
+        used=SlotsInUse.of(slots),
         layer=adapters.layer[0] * adapted.stored + tile.expert,
     )
     return expand(acc, rows, adapters, adapted.parts)
