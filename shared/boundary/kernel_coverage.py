@@ -194,6 +194,12 @@ def _added_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Prog
     return _dtype_fault(takes, blueprint, program) if has_norms else None
 
 
+def _value_norm_fault(takes: KernelLimits, blueprint: BackendSpec, program: Program) -> str | None:
+    attentions = [each for model in _models(blueprint) for each in model.attentions]
+    has_norms = any(isinstance(x, AttentionConfig) and x.value_norm for x in attentions)
+    return _dtype_fault(takes, blueprint, program) if has_norms else None
+
+
 def _experts_size_fault(
     takes: KernelLimits, blueprint: BackendSpec, program: Program
 ) -> str | None:
@@ -226,6 +232,7 @@ OF_TOWERS = (
 
 OPERATIONS = (
     Operation("attention_layer", _attention_fault, is_refused=True),
+    Operation("attention_layer.norm_values", _value_norm_fault, is_refused=False),
     Operation("latent_attention", _latent_fault, is_refused=True),
     Operation("recurrent_layer", _recurrent_fault, is_refused=True),
     Operation("recurrent_layer.prefill", _feed_fault, is_refused=False),

@@ -1,6 +1,6 @@
 """Attention layer between the QKV and output projections; same as `shared.spec.attention_layer`.
 
-On a GPU `attention_layer` and `write_kv` are kernels; see `jax_impl.ops`.
+On a GPU `attention_layer`, `norm_values` and `write_kv` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, Norm, Place, alone, kernel_or_reference, operand, stacked
+from jax_impl.ops import (
+    Kernels,
+    Norm,
+    Place,
+    alone,
+    is_bfloat16,
+    kernel_or_reference,
+    operand,
+    stacked,
+)
 from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
@@ -255,7 +264,7 @@ def full_width_qk_norm(
     return jnp.concatenate([*own, v], axis=1)
 
 
-def norm_values(
+def plain_norm_values(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, eps: float, are_keys: bool
 ) -> Float[jax.Array, "R with_values"]:
     """Applies the RMS norm of values to each value head; with `are_keys` the values are the
@@ -265,6 +274,17 @@ def norm_values(
     values = layers.rms_norm(qkv[:, stored:].reshape(len(qkv), -1, heads.head_size), None, eps)
     others = qkv if are_keys else qkv[:, :stored]
     return jnp.concatenate([others, values.reshape(len(qkv), -1)], axis=1)
+
+
+def kernel_norm_values(
+    kernels: Kernels, qkv: Float[jax.Array, "R outputs"], heads: Heads, eps: float, are_keys: bool
+) -> Float[jax.Array, "R with_values"]:
+    stored = qkv.shape[1] - heads.key_columns
+    how = {"stored": stored, "head_size": heads.head_size, "are_keys": are_keys}
+    return kernels.layers.norm_values(qkv, eps, **how, order=SQUARES)
+
+
+norm_values = kernel_or_reference(kernel_norm_values, plain_norm_values, is_bfloat16)
 
 
 def scale_queries(

@@ -115,6 +115,32 @@ def added_norm(
     )
 
 
+def norm_values(
+    qkv: Float[jax.Array, "R outputs"],
+    eps: float,
+    *,
+    stored: int,
+    head_size: int,
+    are_keys: bool,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> Float[jax.Array, "R with_values"]:
+    """Implements `shared.spec.attention_layer.norm_values`; `stored` columns precede those of which
+    the norm is computed.
+    """
+    R, outputs = qkv.shape
+    appended = outputs - stored if are_keys else 0
+    sizes = {"appended": appended, "others": stored + appended, "size": head_size}
+    return pl.pallas_call(
+        functools.partial(_values_kernel, **sizes, eps=eps, order=order),
+        grid=(R, (outputs + appended) // head_size),
+        out_shape=jax.ShapeDtypeStruct((R, outputs + appended), qkv.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(head_size)),
+        interpret=interpret,
+        name="norm_values",
+    )(qkv)
+
+
 def layer_norm(
     x: Float[jax.Array, "R size"],
     weight: Float[jax.Array, " size"],
@@ -236,6 +262,28 @@ def _added_norm_kernel(
         store_row(scaled_ref, x * _scale(norms_ref, layer_ref, column), column)
 
 
+def _values_kernel(qkv_ref, out_ref, *, appended, others, size, eps, order):
+    """One program per row and head: the norm of a value head, or a copy of another."""
+    row, first = pl.program_id(0), pl.program_id(1) * size
+    column = _columns(size, order)
+    source = lax.select(first >= others, first - appended, first)
+    at = qkv_ref.at[row, source + column]
+    x = pltriton.load(at, mask=column < size, other=0.0).astype(jnp.float32)
+
+    def store(x):
+        # As in `store_row`.
+        at = out_ref.at[row, jnp.where(column < size, first + column, out_ref.shape[1])]
+        pltriton.store(at, x.astype(out_ref.dtype), mask=column < size)
+
+    @pl.when(first >= others)
+    def _():
+        store(_normed(x, add_up(x * x, order.digits), size, eps, order))
+
+    @pl.when(first < others)
+    def _():
+        store(x)
+
+
 def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     """One program per row: its norm, from sums of squares per chunk."""
     x, column, sums = _row(x_ref, order)
@@ -342,9 +390,14 @@ def store_row(out_ref, x, column):
 def _row(x_ref, order):
     """Loads a row as chunks, the column of each element, and the sums of squares of the chunks."""
     size = x_ref.shape[1]
-    chunks = pl.next_power_of_2(pl.cdiv(size, order.chunk))
-    part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk
-    column = part + lax.iota(jnp.int32, order.chunk)[None, :]
+    column = _columns(size, order)
     at = x_ref.at[pl.program_id(0), column]
     x = pltriton.load(at, mask=column < size, other=0.0).astype(jnp.float32)
     return x, column, add_up(x * x, order.digits)
+
+
+def _columns(size, order):
+    """Returns the column of each element of a row in chunks, also of those beyond the row."""
+    chunks = pl.next_power_of_2(pl.cdiv(size, order.chunk))
+    part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk
+    return part + lax.iota(jnp.int32, order.chunk)[None, :]

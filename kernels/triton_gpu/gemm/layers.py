@@ -91,6 +91,27 @@ def added_norm(
     return out, scaled, sums
 
 
+def norm_values(
+    qkv: Float[Tensor, "R outputs"],
+    eps: float,
+    *,
+    stored: int,
+    head_size: int,
+    are_keys: bool,
+    order: SquaresOrder,
+) -> Float[Tensor, "R with_values"]:
+    """Implements `shared.spec.attention_layer.norm_values`; `stored` columns precede those of which
+    the norm is computed.
+    """
+    qkv, (R, outputs) = qkv.contiguous(), qkv.shape
+    appended = outputs - stored if are_keys else 0
+    out = qkv.new_empty((R, outputs + appended))
+    sizes = {"outputs": outputs, "appended": appended, "others": stored + appended}
+    settings = _settings(qkv[:, :head_size], order)
+    _values_kernel[(R, out.shape[1] // head_size)](qkv, out, eps, **sizes, **settings)
+    return out
+
+
 def layer_norm(
     x: Float[Tensor, "R size"],
     weight: Float[Tensor, " size"],
@@ -236,6 +257,37 @@ def _added_norm_kernel(
         chunks: tl.constexpr = (size + chunk - 1) // chunk
         tl.store(sums_at + row * chunks + part, add_up(x * x, digits), mask=part < chunks)
         tl.store(scaled_at + row * size + column, (x * norm).to(rows.dtype), mask=inside)
+
+
+@triton.jit
+def _values_kernel(
+    qkv_at,
+    out_at,
+    eps,
+    outputs: tl.constexpr,
+    appended: tl.constexpr,
+    others: tl.constexpr,
+    size: tl.constexpr,
+    chunk: tl.constexpr,
+    spread: tl.constexpr,
+    digits: tl.constexpr,
+    digits_of_chunks: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """One program per row and head: the norm of a value head, or a copy of another."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
+    column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    is_value = first >= others
+    source = first - is_value.to(tl.int32) * appended
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = qkv_at + row * outputs + source + column
+    x = tl.load(at, mask=column < size, other=0.0).to(tl.float32)
+    if is_value:
+        x = _normed(x, add_up(x * x, digits), eps, size, digits_of_chunks)
+    at = out_at + row * (outputs + appended) + first + column
+    tl.store(at, x.to(out_at.dtype.element_ty), mask=column < size)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Pools are written in place.
 
-On a GPU `attention_layer` and `write_kv` are kernels; see `torch_impl.ops`.
+On a GPU `attention_layer`, `norm_values` and `write_kv` are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from shared.boundary.tp_group import TPGroup
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES
-from torch_impl.ops import Kernels, kernel_or_reference
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_reference
 from torch_impl.ops.attention.attention import AttentionRows, attend, write
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import layers
@@ -243,7 +243,7 @@ def full_width_qk_norm(
     return torch.cat([*own, v], dim=1)
 
 
-def norm_values(
+def plain_norm_values(
     qkv: Float[Tensor, "R outputs"], heads: Heads, eps: float, are_keys: bool
 ) -> Float[Tensor, "R with_values"]:
     """Applies the RMS norm of values to each value head; with `are_keys` the values are the
@@ -253,6 +253,17 @@ def norm_values(
     values = layers.rms_norm(qkv[:, stored:].unflatten(1, (-1, heads.head_size)), None, eps)
     others = qkv if are_keys else qkv[:, :stored]
     return torch.cat([others, values.flatten(1)], dim=1)
+
+
+def kernel_norm_values(
+    kernels: Kernels, qkv: Float[Tensor, "R outputs"], heads: Heads, eps: float, are_keys: bool
+) -> Float[Tensor, "R with_values"]:
+    stored = qkv.shape[1] - heads.key_columns
+    how = {"stored": stored, "head_size": heads.head_size, "are_keys": are_keys}
+    return kernels.layers.norm_values(qkv, eps, **how, order=SQUARES)
+
+
+norm_values = kernel_or_reference(kernel_norm_values, plain_norm_values, is_bfloat16)
 
 
 def scale_queries(

@@ -1,10 +1,13 @@
-"""Cases of `layers`: odd sizes, rows of Qwen3-8B, and patches of Qwen3.5-9B's vision encoder."""
+"""Cases of `layers`: odd sizes, rows of Qwen3-8B, patches of Qwen3.5-9B's vision encoder, and value
+heads of Gemma 4.
+"""
 
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
+from shared.spec.attention_layer import Heads
 from tests.support.op_case import Arguments, OpCase
 
 
@@ -35,6 +38,17 @@ def blend_arguments(seed: int, *, R: int, size: int, side: int = 48) -> Argument
         "corners": rng.integers(0, side**2, (R, 4), dtype=np.int32),
         "shares": rng.dirichlet(np.ones(4), R).astype(np.float32),
     }
+
+
+def values_arguments(
+    seed: int, *, R: int, counts: tuple[int, int], head_size: int, are_keys: bool
+) -> Arguments:
+    """A projection with some query heads and some key heads, without values if they are keys."""
+    queries, keys = counts
+    columns = (queries + (1 if are_keys else 2) * keys) * head_size
+    heads = Heads(keys, head_size, gated=False, scale=1.0, has_kv=True)
+    qkv = 3 * np.random.default_rng(seed).standard_normal((R, columns), np.float32)
+    return {"qkv": qkv, "heads": heads, "eps": 1e-6, "are_keys": are_keys}
 
 
 def _case(function: str, name: str, dtype: str, make: Callable[[int], Arguments]) -> OpCase:
@@ -68,4 +82,21 @@ OF_TOWERS = [
         ("bilinear_pos_embed", blend_arguments, 1152),
     )
 ]
-TABLE = [*NORMS, *OF_TOWERS]
+OF_VALUES = [
+    OpCase(
+        op="attention_layer",
+        function="norm_values",
+        name=name,
+        make=partial(values_arguments, R=R, counts=counts, head_size=head_size, are_keys=are_keys),
+        dtype=dtype,
+        is_large=dtype == "bfloat16",
+    )
+    for name, R, counts, head_size, are_keys, dtype in (
+        ("three rows", 3, (4, 2), 48, False, "float32"),
+        ("K = V, three rows", 3, (4, 2), 48, True, "float32"),
+        ("31B, 1 row", 1, (32, 16), 256, False, "bfloat16"),
+        ("31B, K = V, 1 row", 1, (32, 4), 512, True, "bfloat16"),
+        ("31B, 32 rows", 32, (32, 16), 256, False, "bfloat16"),
+    )
+]
+TABLE = [*NORMS, *OF_TOWERS, *OF_VALUES]
