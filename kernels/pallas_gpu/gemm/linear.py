@@ -31,6 +31,7 @@ from kernels.pallas_gpu.gemm.linear_launch import (
 from kernels.pallas_gpu.gemm.linear_mainloop import (
     ExpandInputs,
     adapted,
+    inputs_beside_loop,
     split_weights,
     sums_of,
 )
@@ -278,14 +279,17 @@ def _multiply_block(
         weights=2 if settings.is_gated else 1,
         tiles=tiling.tiles,
     )
-    adapters, lora = inputs.adapters, None
+    adapters, parts, lora, beside = inputs.adapters, settings.parts, None, None
     if adapters is not None:
-        lora = ExpandInputs.of(block, tiling, adapters, settings.parts, settings.shrink)
-    sums = sums_of(operands, tiling, block, is_compiled, segment)
+        lora = ExpandInputs.of(block, tiling, adapters, parts, settings.shrink)
+        beside = inputs_beside_loop(lora, tiling, adapters, parts)
+    sums, found = sums_of(operands, tiling, block, is_compiled, segment, beside)
+    if beside is not None:
+        lora = [own.after_loop(x) for own, x in zip(lora, found, strict=True)]
 
     def store(sums):
         if adapters is not None:
-            sums = list(adapted(sums, lora, adapters, settings.parts))
+            sums = list(adapted(sums, lora, adapters, parts))
         sums = split_weights(sums, block)
         store_result(sums, early, refs, inputs, tile, tiling, settings, peers)
 

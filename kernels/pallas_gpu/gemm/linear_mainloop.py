@@ -1,5 +1,6 @@
 """Main loop of the GEMM kernels: one chain along the inputs (Pallas, Triton backend)."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,13 +11,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.gemm.block_loaders import LOADERS, OperandTiles
-from kernels.pallas_gpu.gemm.lora import AdapterTile, LoadedOperands, expand, load_operands
+from kernels.pallas_gpu.gemm.lora import (
+    AdapterTile,
+    LoadedOperands,
+    adapter_inputs,
+    expand,
+    load_operands,
+    no_inputs,
+)
 from kernels.pallas_gpu.gemm.lora_shrink import SlotsInUse, wait_for_sums
 from shared.models.formats.weight_format import PLAIN
 
 
-def sums_of(operands, tiling, block, is_compiled, segment):
+def sums_of(operands, tiling, block, is_compiled, segment, beside=None):
     """Computes the accumulators of a block, `[rows, columns]` for each operand of the weight.
+
+    Returns them with the values of `beside`, None without.
 
     Args:
       operands: Arrays of the block and place in the stack, fields of `OperandTiles`.
@@ -24,6 +34,7 @@ def sums_of(operands, tiling, block, is_compiled, segment):
       block: Block of the result.
       is_compiled: Whether the kernel is compiled, not interpreted.
       segment: Segment of the inputs; None for the sum of all.
+      beside: Values to compute near the end of the only segment, see `BesideLoop`.
 
     Raises:
       ValueError: The segments are no whole blocks of the weight format.
@@ -47,15 +58,16 @@ def sums_of(operands, tiling, block, is_compiled, segment):
         )
 
     def chain(number):
-        return accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped, number * steps)
+        how = {"first": number * steps, "beside": beside}
+        return accumulate(loader, shape, len(tile.outputs), steps, tiles.swapped, **how)
 
-    sums = chain(0 if segment is None else segment)
+    sums, found = chain(0 if segment is None else segment)
     if segment is None:
         for number in range(1, segments):
-            sums = [total + x for total, x in zip(sums, chain(number), strict=True)]
+            sums = [total + x for total, x in zip(sums, chain(number)[0], strict=True)]
     if is_compiled:
         sums[0] = let_next_start(sums[0])
-    return [x.T for x in sums] if tiles.swapped else sums
+    return [x.T for x in sums] if tiles.swapped else sums, found
 
 
 def split_weights(sums, block):
@@ -75,6 +87,11 @@ class ExpandInputs(NamedTuple):
 
     tile: AdapterTile
     loaded: LoadedOperands | None
+
+    def after_loop(self, found: Any) -> "ExpandInputs":
+        """Returns the adapters after a main loop that computed their inputs."""
+        loaded = self.loaded or LoadedOperands(None, None)
+        return ExpandInputs(self.tile._replace(wait=None), loaded._replace(inputs=found))
 
     @classmethod
     def of(cls, block: Any, tiling: Any, adapters: Any, parts: Any, shrink: Any) -> list[Any]:
@@ -117,6 +134,24 @@ class ExpandInputs(NamedTuple):
         return found
 
 
+def inputs_beside_loop(inputs, tiling, adapters, parts):
+    """Returns the wait for the sums of a shrink within the GEMM, for the main loop.
+
+    None if there is no wait, or if only some programs wait; `adapted` waits then. The arguments are
+    those of `adapted`.
+    """
+    tiles = [own.tile for own in inputs]
+    of_tiles = [tile.only_part(parts) for tile in tiles]
+    if tiles[0].wait is None or tiling.segments > 1 or any(part is None for part in of_tiles):
+        return None
+
+    def compute():
+        tiles[0].wait()
+        return [adapter_inputs(x, adapters, y) for x, y in zip(tiles, of_tiles, strict=True)]
+
+    return BesideLoop(compute, [no_inputs(tile, adapters) for tile in tiles])
+
+
 def adapted(sums, inputs, adapters, parts):
     """Yields the accumulators, continued over the inputs of the adapters of the rows.
 
@@ -129,8 +164,22 @@ def adapted(sums, inputs, adapters, parts):
         yield expand(acc, own.tile, adapters, parts, own.loaded)
 
 
-def accumulate(loader, shape, count, steps, is_swapped, first=0):
+class BesideLoop(NamedTuple):
+    """Values that a program computes within its main loop, to hide the latency of loads.
+
+    Attributes:
+      compute: Computes the values.
+      before: Values of the same shapes.
+    """
+
+    compute: Callable[[], Any]
+    before: Any
+
+
+def accumulate(loader, shape, count, steps, is_swapped, first=0, beside=None):
     """Adds the products of the blocks of a tile in one chain from zero, for every weight format.
+
+    Returns the accumulators, and the values of `beside`.
 
     Args:
       loader: Block loader of the format.
@@ -138,20 +187,26 @@ def accumulate(loader, shape, count, steps, is_swapped, first=0):
       steps: Steps along the inputs.
       is_swapped: Whether the operands are swapped (swap-AB).
       first: First step.
+      beside: Values to compute after three quarters of the steps, see `BesideLoop`.
     """
 
     def add(step, state):
-        sums, carried = state
+        sums, carried, found = state
+        if beside is not None:
+            is_due = step == steps - 1 - steps // 4
+            found = lax.cond(is_due, beside.compute, lambda: found)
         for number in loader.blocks(first + step):
             after = loader.after(number)
             for x, weights in loader.parts(number, carried):
                 pairs = zip(sums, weights, strict=True)
                 sums = tuple(loader.add(total, x, weight, is_swapped) for total, weight in pairs)
             carried = after
-        return sums, carried
+        return sums, carried, found
 
     nothing = (jnp.zeros(shape, jnp.float32),) * count
-    return list(lax.fori_loop(0, steps, add, (nothing, loader.start(first)))[0])
+    state = (nothing, loader.start(first), None if beside is None else beside.before)
+    sums, _, found = lax.fori_loop(0, steps, add, state)
+    return list(sums), found
 
 
 def let_next_start(x):

@@ -175,12 +175,14 @@ class LoadedOperands(NamedTuple):
     """Operands of the expand of one part that are loaded before the main loop.
 
     Attributes:
-      weights: Columns of B and the factor of each output, for the first adapters.
+      weights: Columns of B and the factor of each output, for the first adapters; None later.
       sums: Scales and partial sums of the rows, by slices; None if they are loaded later.
+      inputs: Inputs of the adapters, if the main loop computed them.
     """
 
     weights: Any
     sums: Any
+    inputs: Any = None
 
 
 def load_operands(tile, adapters, parts, count, is_shrunk):
@@ -240,11 +242,13 @@ def _add_inputs(acc, tile, adapters, is_output, part, loaded=None):
     of the current ones.
     """
     used, at_once = tile.used, _at_once(tile, adapters)
-    if loaded is None:
-        loaded = LoadedOperands(_load_weights(tile, adapters, is_output, used.begin), None)
+    weights, sums, inputs = loaded or LoadedOperands(None, None)
+    if weights is None:
+        weights = _load_weights(tile, adapters, is_output, used.begin)
     if tile.wait is not None:
         tile.wait()
-    inputs = _inputs_of(tile, adapters, part, loaded.sums)
+    if inputs is None:
+        inputs = adapter_inputs(tile, adapters, part, sums)
 
     def multiply(acc, first, weights):
         for i, (columns, factor) in enumerate(weights):
@@ -263,9 +267,9 @@ def _add_inputs(acc, tile, adapters, is_output, part, loaded=None):
         return multiply(acc, first, weights), after
 
     if adapters.slots.shape[0] == 1 or at_once >= adapters.b.shape[0]:
-        return multiply(acc, used.begin, loaded.weights)
+        return multiply(acc, used.begin, weights)
     steps = lax.div(used.end - used.begin + at_once - 1, at_once)
-    return lax.fori_loop(0, steps, add, (acc, loaded.weights))[0]
+    return lax.fori_loop(0, steps, add, (acc, weights))[0]
 
 
 def _at_once(tile, adapters):
@@ -300,7 +304,12 @@ def _load_sums(tile, adapters, rank):
     return load(adapters.scales.at[slot, tile.layer, rank[None, :]]), sums
 
 
-def _inputs_of(tile, adapters, part, loaded):
+def no_inputs(tile, adapters):
+    """Returns inputs of zeros, in the form of `adapter_inputs`."""
+    return [jnp.zeros((len(tile.row), _SLICE), adapters.b.dtype) for _ in _lanes(adapters)]
+
+
+def adapter_inputs(tile, adapters, part, loaded=None):
     """Returns `round(s * (A x))` of each row for its own adapter, by slices.
 
     Args:
@@ -320,8 +329,8 @@ def _inputs_of(tile, adapters, part, loaded):
             found.append((total * scale).astype(adapters.b.dtype))
         return found
 
-    nothing = [jnp.zeros((len(tile.row), _SLICE), adapters.b.dtype) for _ in lanes]
     # A branch: otherwise Triton converts the layout of each sum before it adds or loads the next.
+    nothing = no_inputs(tile, adapters)
     return lax.cond(tile.used.begin < tile.used.end, added, lambda: nothing)
 
 

@@ -111,5 +111,5 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
     loader = LOADERS[config.format](tile, config.depth, not config.interpret)
     steps = pl.cdiv(x_ref.shape[1], loader.depth)
     shape = (len(output), config.lanes) if config.is_swapped else (config.lanes, len(output))
-    (total,) = accumulate(loader, shape, 1, steps, config.is_swapped)
+    (total,), _ = accumulate(loader, shape, 1, steps, config.is_swapped)
     return total if config.is_swapped else total.T
