@@ -16,7 +16,13 @@ import torch
 
 from kernels.pallas_gpu.gemm import linear_mainloop
 from kernels.pallas_gpu.gemm import lora as lora_kernels
-from kernels.shrink_tiles import ShrinkTiles, adapters_at_once, is_within_gemm, programs_ahead
+from kernels.shrink_tiles import (
+    FEW_ROWS,
+    ShrinkTiles,
+    adapters_at_once,
+    is_within_gemm,
+    programs_ahead,
+)
 from kernels.tiles import Tiles
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding
@@ -218,13 +224,17 @@ def test_adapted_tuned_tiles_bitwise_equal(
             sizes = {"outputs": outputs, "gated": int(kind == "gated"), "one_segment": 1}
             cut = table.of(item_bytes=2, rows=rows, **sizes)
             lora = RowAdapters(weights, slots[:rows])
-            got = multiplied(language, kind, x[:rows], weight, lora, cut, "bfloat16")
+            run = partial(multiplied, language, kind, x[:rows], weight, lora, cut, "bfloat16")
+            got = run()
             if want is None:  # of whole adapters
                 want, weights = got, with_huge(weights) if num >= HUGE else weights
             same = healthy[:rows]
             np.testing.assert_array_equal(
                 got[same], want[:rows][same], err_msg=f"{language}, {cut}"
             )
+            if language == "pallas" and rows <= FEW_ROWS:  # the shrink as a kernel
+                apart = run(may_join=False)
+                np.testing.assert_array_equal(apart[same], want[:rows][same], err_msg=f"{cut}")
             bare = multiplied(language, kind, x[:rows], weight, None, cut, "bfloat16")
             own = slots[:rows] == 0
             np.testing.assert_array_equal(got[own], bare[own], err_msg=f"{language}, {cut}")
