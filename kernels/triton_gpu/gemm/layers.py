@@ -196,8 +196,7 @@ def _row_kernel(
 ):
     """One program per row: its norm, or its sums of squares per chunk and the scaled row."""
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, spread)
-    column = part[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    column = _columns(chunk, spread)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
@@ -206,8 +205,7 @@ def _row_kernel(
     if is_norm:
         x = _normed(x, sums, eps, size, digits_of_chunks)
     else:
-        chunks: tl.constexpr = (size + chunk - 1) // chunk
-        tl.store(sums_at + row * chunks + part, sums, mask=part < chunks)
+        _store_sums(sums_at, row, sums, size, chunk, spread)
     if is_scaled:
         x = x * tl.load(weight_at + column, mask=column < size, other=0.0)
     if is_norm or is_scaled:
@@ -235,8 +233,7 @@ def _added_norm_kernel(
     is_scaled: tl.constexpr,
 ):
     """One program per row: adds its norm to the stream, then as `beside` for the sum."""
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, spread)
-    column = part[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    row, column = tl.program_id(0).to(tl.int64), _columns(chunk, spread)
     inside = column < size
     # No kernel writes weights, so they are loaded while the previous kernel ends.
     end_norm = tl.load(end_norm_at + column, mask=inside, other=0.0)
@@ -254,8 +251,7 @@ def _added_norm_kernel(
     tl.store(out_at + row * size + column, rows, mask=inside)
     if is_scaled:
         x = tl.where(inside, rows.to(tl.float32), 0.0)
-        chunks: tl.constexpr = (size + chunk - 1) // chunk
-        tl.store(sums_at + row * chunks + part, add_up(x * x, digits), mask=part < chunks)
+        _store_sums(sums_at, row, add_up(x * x, digits), size, chunk, spread)
         tl.store(scaled_at + row * size + column, (x * norm).to(rows.dtype), mask=inside)
 
 
@@ -276,7 +272,7 @@ def _values_kernel(
 ):
     """One program per row and head: the norm of a value head, or a copy of another."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
-    column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    column = _columns(chunk, spread)
     is_value = first >= others
     source = first - is_value.to(tl.int32) * appended
     if is_launched:
@@ -288,6 +284,20 @@ def _values_kernel(
         x = _normed(x, add_up(x * x, digits), eps, size, digits_of_chunks)
     at = out_at + row * (outputs + appended) + first + column
     tl.store(at, x.to(out_at.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _columns(chunk: tl.constexpr, spread: tl.constexpr):
+    """Returns the column of each element of a row in chunks, also of those beyond the row."""
+    return tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
+
+
+@triton.jit
+def _store_sums(sums_at, row, sums, size: tl.constexpr, chunk: tl.constexpr, spread: tl.constexpr):
+    """Stores the sums of squares of the chunks of a row."""
+    part = tl.arange(0, spread)
+    chunks: tl.constexpr = (size + chunk - 1) // chunk
+    tl.store(sums_at + row * chunks + part, sums, mask=part < chunks)
 
 
 @triton.jit
@@ -315,7 +325,7 @@ def _layer_norm_kernel(
 ):
     """One program per row: mean subtracted, divided by the deviation, scaled and shifted."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    column = _columns(chunk, spread)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
