@@ -209,15 +209,15 @@ class LinearTiles:
         return replace(self, described=False, swapped=swapped, rows=rows, depth=128, stages=stages)
 
     def dividing(self, inputs: int) -> "LinearTiles":
-        """Returns the tiles with half as deep steps, but as much memory, if `inputs` requires it.
+        """Returns the tiles with half as deep steps, but as much memory, if that is fewer inputs.
 
-        TMA copies packed weights in whole steps.
+        TMA copies whole steps.
 
         Args:
           inputs: Inputs of a segment.
         """
         half = self.depth // 2
-        if not self.copies_swapped or inputs % self.depth == 0 or inputs % half:
+        if not self.copies_swapped or -(-inputs // half) % 2 == 0:
             return self
         return self if half < 2 * FP8_BLOCK else replace(self, depth=half, stages=2 * self.stages)
 

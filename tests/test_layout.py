@@ -34,18 +34,17 @@ _PARTS = """
     gdn_prefill gdn_rows gdn_tree gumbel_noise head_dim_padding head_product int4_w4a16
     kv_compaction latent_attention_mainloop latent_attention_sm90 latent_attention_sm90_mainloop
     latent_combine latent_rows linear_epilogue linear_launch linear_mainloop linear_swap_ab
-    linear_sm90 linear_sm90_mainloop lora_shrink lm_head_epilogue logits_processing mamba2_output
-    mamba2_prefill moe_align moe_gemm_tiles mxfp4_w4a16 prefill_requests qk_norm_rope_kv_write
-    rejection rope router row_bounds sampling_kernels split_kv sum_of_squares symmetric_memory
-    threshold_bracket online_softmax topk topk_topp verify_sm90_loads verify_sm90_mainloop
-    vocab_parallel
+    linear_packed_sm90_mainloop linear_sm90 linear_sm90_mainloop lora_shrink lm_head_epilogue
+    logits_processing mamba2_output mamba2_prefill moe_align moe_gemm_tiles mxfp4_w4a16
+    prefill_requests qk_norm_rope_kv_write rejection rope router row_bounds sampling_kernels
+    split_kv sum_of_squares symmetric_memory threshold_bracket online_softmax topk topk_topp
+    verify_sm90_loads verify_sm90_mainloop vocab_parallel
     """
 PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {
     "ptx",
     "linear_packed_sm90",
-    "linear_packed_sm90_mainloop",
     "linear_tile",
 }
 TEST_OF_SPEC = {

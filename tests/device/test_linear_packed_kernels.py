@@ -1,4 +1,7 @@
-"""GEMMs of 33 to 256 rows with packed weights in `linear_swap_ab`: bits of the ordinary kernel."""
+"""GEMMs with packed weights in `linear_swap_ab`: bits of the ordinary kernel.
+
+Of 33 to 256 rows, and of few rows with INT4 scales of less than 128 inputs or a partial last step.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 from kernels.tiles import LinearTiles
+from shared.models.formats import four_bit
 from shared.models.formats.fp8 import Granularity
 from shared.models.formats.int4_encoding import Int4Encoding
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
@@ -75,6 +79,109 @@ def test_triton_packed_many_rows_match_spec(
     assert len(copied_calls) == 2 * len(cuts(format, "added"))
     spec = specified(given, segments, monkeypatch)
     np.testing.assert_allclose(want[0], spec, rtol=1e-5, atol=1e-5)  # sums in other orders
+
+
+GROUP_TILES = ((16, 256, 4), (16, 512, 3), (32, 256, 5), (128, 256, 3))
+"""Rows, inputs and stages of tiles for INT4 scales of less than 128 inputs."""
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("inputs", "outputs"), [(2816, 896), (2112, 832), (2240, 840)])
+@pytest.mark.parametrize("kind", ["gated", "added", "biased, normed", "biased, times, added"])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 100])
+@pytest.mark.parametrize(
+    ("group", "has_zeros"), [(32, False), (32, True), (64, False), (128, True)]
+)
+def test_triton_int4_groups_bitwise_equal(
+    group: int,
+    has_zeros: bool,
+    rows: int,
+    kind: str,
+    inputs: int,
+    outputs: int,
+    copied_calls: list[int],
+) -> None:
+    """The last step of 2,112 or 2,240 inputs is partial, of blocks of 128 and of 256 inputs."""
+    encoding = Int4Encoding(group, "F16" if has_zeros else "BF16", has_zeros=has_zeros)
+    given = {"R": rows, "K": inputs, "N": outputs, "kind": kind, "out_type": "bfloat16", "first": 0}
+    given |= {"weights_of": partial(as_w4a16, encoding)}
+    want = in_bfloat16("triton", cut=tiles(widens=False), **given)
+    assert not copied_calls
+    sizes = [size for size in GROUP_TILES if rows <= size[0]]
+    for most, depth, stages in sizes:
+        cut = copied("triton", kind, rows=most, depth=depth, stages=stages)
+        for one, other in zip(in_bfloat16("triton", cut=cut, **given), want, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(cut))
+    assert len(copied_calls) == len(sizes)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("inputs", "segments"), [(4096, 2), (2816, 1), (2112, 1)])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_triton_int4_groups_match_spec(
+    rows: int,
+    inputs: int,
+    segments: int,
+    copied_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    format = "INT4 in groups of 32"
+    given = product_of(format, "added", rows=rows, inputs=inputs)
+    want = added("triton", given, cut_of(format), segments)
+    sizes = [size for size in GROUP_TILES if rows <= size[0]]
+    for most, depth, stages in sizes:
+        for separate in (False, True):
+            how = {"rows": most, "depth": depth, "stages": stages}
+            cut = replace(copied("triton", "added", **how), separate=separate)
+            for one, other in zip(added("triton", given, cut, segments), want, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=str(cut))
+    assert len(copied_calls) == 2 * len(sizes)
+    spec = specified(given, segments, monkeypatch)
+    np.testing.assert_allclose(want[0], spec, rtol=1e-5, atol=1e-5)  # sums in other orders
+
+
+@pytest.mark.parametrize(
+    ("inputs", "scales_in", "kind", "segments", "taken"),
+    [
+        (2816, 22, torch.bfloat16, 1, True),
+        (2816, 44, torch.bfloat16, 1, True),
+        (2816, 88, torch.bfloat16, 1, True),
+        (2816, 88, torch.int32, 1, True),
+        (2816, 176, torch.bfloat16, 1, False),  # of 16 inputs
+        (2816, 1, torch.int32, 1, False),
+        (2816, 88, torch.float32, 1, False),
+        (4096, 128, torch.bfloat16, 2, True),
+        (2816, 88, torch.bfloat16, 2, False),
+        (2112, 68, torch.bfloat16, 1, True),  # stored as 2,176 inputs
+        (2112, 34, torch.bfloat16, 1, True),
+        (2112, 17, torch.bfloat16, 1, False),  # not whole int32
+        (2112, 17, torch.int32, 1, True),
+        (2052, 68, torch.bfloat16, 1, False),  # rows are not copied by TMA
+    ],
+    ids=str,
+)
+def test_triton_packed_takes_int4_groups(
+    inputs: int,
+    scales_in: int,
+    kind: torch.dtype,
+    segments: int,
+    taken: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = KERNELS["triton"]["linear"].linear_swap_ab
+    monkeypatch.setattr(module, "is_on_hopper", lambda: True)
+    found = module.takes(
+        torch.empty((8, inputs), dtype=torch.bfloat16),
+        torch.empty((896, four_bit.padded(inputs) // four_bit.PARTS), dtype=torch.int32),
+        torch.empty((896, scales_in), dtype=kind),
+        format="int4_w4a16",
+        is_gated=False,
+        segments=segments,
+        tiles=copied("triton", "added", rows=16),
+    )
+    assert found == taken
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ COPIED = {"swapped": True, "described": True, "persistent": False, "widens": Fal
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
-def compile(format, kind, segments=1, R=128, K=K, **change):
+def compile(format, kind, segments=1, R=128, K=K, group=128, has_zeros=False, **change):
     is_gated = kind == "gated"
     stored, packed = N * (1 + is_gated), PACKED.get(format)
     cut = COPIED | {"columns": 32 if is_gated else 64, "depth": 256, "separate": segments > 1}
@@ -31,8 +31,9 @@ def compile(format, kind, segments=1, R=128, K=K, **change):
         how |= {"added": tensor(R, N), "norm": tensor(N, dtype=torch.float32)}
     weight, scales = tensor(stored, K), None
     if packed:
-        weight = tensor(stored, K // packed, dtype=torch.int32)
-        scales = tensor(stored // 128 if packed == 4 else stored, K // 128)
+        whole, kind = -(-K // 128) * 128, torch.int32 if has_zeros else torch.bfloat16
+        weight = tensor(stored, whole // packed, dtype=torch.int32)
+        scales = tensor(stored // 128 if packed == 4 else stored, whole // group, dtype=kind)
     linear.product(
         tensor(R, K),
         weight,
@@ -56,6 +57,11 @@ with absent_cuda(is_whole=True) as compiler:
         compile("plain", kind, R=16, rows=16, depth=128, stages=5)
         compile("plain", kind, R=32, rows=32, depth=128, stages=4)
         compile("plain", kind, R=1, K=2880, rows=16, depth=128, stages=6)
+    for group, has_zeros in ((32, False), (32, True), (64, False)):
+        how = {"group": group, "has_zeros": has_zeros}
+        compile("int4_w4a16", "gated", R=1, K=2816, rows=16, stages=4, **how)
+        compile("int4_w4a16", "added", R=8, K=8192, segments=2, rows=16, stages=8, **how)
+        compile("int4_w4a16", "added", R=32, K=2112, rows=32, stages=5, **how)
     for kernel in compiler.kernels:
         print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)
 """
@@ -63,10 +69,13 @@ with absent_cuda(is_whole=True) as compiler:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_swap_ab_linear_compiles_without_spills(tmp_path: Path) -> None:
-    """Tiles of few rows in bfloat16 leave half of a multiprocessor to the next kernel."""
+    """Tiles of few rows in bfloat16 leave half of a multiprocessor to the next kernel.
+
+    INT4 scales of 32 inputs, with a zero point each and a partial last step, fit in registers.
+    """
     found = compiled_by(COMPILES, tmp_path)
-    assert len(found) == 15
+    assert len(found) == 24
     assert {kernel.name for kernel in found} == {"_linear_swap_ab_kernel"}
     assert {kernel.spilled for kernel in found} == {0}
-    assert [kernel.registers for kernel in found] == [128] * 7 + [80] * 8
-    assert max(kernel.shared for kernel in found[7:]) <= HALF_BYTES
+    assert [kernel.registers for kernel in found] == [128] * 7 + [80] * 8 + [128] * 9
+    assert max(kernel.shared for kernel in found[7:15]) <= HALF_BYTES

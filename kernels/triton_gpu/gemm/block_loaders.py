@@ -47,6 +47,7 @@ class BlockFormat(NamedTuple):
       parts: Parts of a block, each of equally many inputs.
       packed: Inputs in a stored element.
       scales: Layout of the scales of a packed weight; None for other formats.
+      group: Inputs of a scale of a packed weight.
       has_scale_words: Whether a scale is an int32, with a zero point.
     """
 
@@ -55,6 +56,7 @@ class BlockFormat(NamedTuple):
     parts: int
     packed: int
     scales: ScaleLayout | None = None
+    group: int = 0
     has_scale_words: bool = False
 
 
@@ -84,6 +86,7 @@ def format_of(name: str, depth: int, weight: Tensor, scales: Tensor | None) -> B
     return found._replace(
         inputs=found.inputs or block_of(found.packed * weight.shape[-1]),
         scales=shares_of(weight.shape, scales.shape),
+        group=found.packed * weight.shape[-1] // scales.shape[-1],
         has_scale_words=scales.dtype == torch.int32,
     )
 
@@ -313,7 +316,7 @@ def _four_bit_parts(outputs, words, at, loads: tl.constexpr):
     format: tl.constexpr = loads.format
     width: tl.constexpr = loads.rows.width
     has_words: tl.constexpr = format.has_scale_words
-    group: tl.constexpr = loads.weight.row * format.packed // format.scales.scales_in
+    group: tl.constexpr = format.group
     count: tl.constexpr = format.parts
     scales = _scales_of_part(outputs, at, 0, group, loads)
     parts = ()

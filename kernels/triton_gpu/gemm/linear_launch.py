@@ -110,7 +110,9 @@ class GemmTiling:
         found, rows, depth = sized(stored, tiles, rows, K, segments)
         if is_copied:
             depth = tiles.depth
-            found = found._replace(inputs=_LINE_BYTES // weight.element_size() * found.packed)
+            line = _LINE_BYTES // weight.element_size() * found.packed
+            parts = max(1, found.parts * line // found.inputs)
+            found = found._replace(inputs=line, parts=parts)
         return cls(
             R=R,
             N=N,

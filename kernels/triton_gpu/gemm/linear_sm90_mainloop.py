@@ -15,27 +15,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.triton_gpu.gemm.int4_w4a16 import int4_assembly
-from shared.models.formats.weight_format import PLAIN
+from kernels.triton_gpu.gemm.linear_packed_sm90_mainloop import (
+    PAIR,
+    WIDTH,
+    WORDS,
+    dequantised,
+    scales_of,
+    steps_ahead,
+    words_layout,
+)
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
 """Weight columns of the two products of a tile of `linear_sm90`."""
-WIDTH = gl.constexpr(64)
-"""Outputs of a tile, the wide side of a WGMMA."""
-WORDS = gl.constexpr(32)
-"""Words of an output in a block, a shared-memory line."""
-GROUP = gl.constexpr(128)
-"""Inputs of a scale."""
-PAIR = gl.constexpr(64)
-"""Inputs of a product: two parts of a packed block, or a block of bfloat16."""
-FORMATS = (PLAIN, "fp8_w8a16", "int4_w4a16")
-"""Formats of bfloat16, and with a dequantisation below."""
 FEW, MOST_ROWS = gl.constexpr(32), gl.constexpr(128)
 """Maximum rows of a small tile, and of a tile."""
 WARPS = gl.constexpr(4)
 """Consumer warps, a warpgroup."""
-_AHEAD = gl.constexpr(1024)
-"""Inputs from the loaded scales to the used ones."""
 _IN_FLIGHT = gl.constexpr(2)
 """Products that the tensor cores have yet to finish while the next part is dequantised. A step of a
 packed weight has more products, since the next one dequantises to the same registers."""
@@ -175,16 +170,6 @@ def _halves(acc):
 
 
 @gluon.jit
-def first_scales(scales_at, is_output, steps: gl.constexpr, config: gl.constexpr):
-    """Loads the scales of the first steps of a packed weight, see `_accumulate`."""
-    ahead: gl.constexpr = max(1, _AHEAD // config.depth)
-    later = (_scales_of(scales_at, 0, is_output, config),)
-    for step in gl.static_range(1, ahead):
-        later += (_scales_of(scales_at, min(step, steps - 1), is_output, config),)
-    return later
-
-
-@gluon.jit
 def accumulate_segments(
     ring, scales_at, later, is_output, steps: gl.constexpr, config: gl.constexpr
 ):
@@ -244,14 +229,14 @@ def _accumulate(
     calls: gl.constexpr = config.depth // PAIR
     in_block: gl.constexpr = format.inputs // PAIR
     blocks: gl.constexpr = calls // in_block
-    ahead: gl.constexpr = max(1, _AHEAD // config.depth)
-    layout: gl.constexpr = words_layout()
+    ahead: gl.constexpr = steps_ahead(config)
+    layout: gl.constexpr = words_layout(WORDS)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for number in range(length):
         step = first + number
         if is_packed:
             stored = later[0]
-            scales = _scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
+            scales = scales_of(scales_at, gl.minimum(step + ahead, steps - 1), is_output, config)
             later = later[1:] + (scales,)
         mbarrier.wait(ring.full.index(slot), phase)
         words = ()
@@ -261,9 +246,7 @@ def _accumulate(
                 words += (place.load(layout),)
         for call in gl.static_range(calls):
             if is_packed:
-                scale = _scale_at(stored, call * PAIR // GROUP, format)
-                one, two = _dequantised(words[call // in_block], scale, call % in_block, format)
-                pair = gl.reshape(gl.permute(gl.join(one, two), (0, 2, 1)), (WIDTH, PAIR))
+                pair = dequantised(words[call // in_block], stored, call, format)
                 pair = gl.convert_layout(pair, operand, assert_trivial=True)
             else:
                 pair = ring.weight.index(slot * blocks + call).reshape((WIDTH, PAIR))
@@ -279,120 +262,6 @@ def _accumulate(
             phase ^= 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     return acc, later, slot, phase
-
-
-@gluon.jit
-def _scales_of(scales_at, step, is_output, config: gl.constexpr):
-    """Loads the scales of a step as int32: a scale with a zero point, or two scales."""
-    in_word: gl.constexpr = 1 if config.loads.format.has_scale_words else 2
-    count: gl.constexpr = config.depth // GROUP // in_word
-    scales_at += step * (config.depth // GROUP)
-    scales_at = scales_at.to(gl.pointer_type(gl.int32), bitcast=True)
-    scales = ()
-    for number in gl.static_range(count):
-        scales += (gl.load(scales_at + number, mask=is_output, other=0),)
-    return scales
-
-
-@gluon.jit
-def _scale_at(stored, group: gl.constexpr, format: gl.constexpr):
-    """Returns the scales of a group as a column."""
-    if format.has_scale_words:
-        scale = stored[group]
-    else:
-        word = stored[group // 2]
-        if group % 2 == 1:
-            word = word >> 16
-        scale = word.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return scale[:, None]
-
-
-@gluon.jit
-def _dequantised(words, scale, call: gl.constexpr, format: gl.constexpr):
-    """Dequantises two neighbouring parts of a block."""
-    if format.name == "int4_w4a16":
-        scales = int4_scales(scale) if format.has_scale_words else scale
-        one, two = int4_pair(words, scales, scales, call, format.has_scale_words)
-    else:
-        one, two = fp8_pair(words, scale, call)
-    return one, two
-
-
-@gluon.jit
-def int4_scales(word):
-    """Returns both summands of scales with a zero point, and the shifts; see `int4_w4a16`."""
-    upper = (word & -0x10000).to(gl.float32, bitcast=True).to(gl.bfloat16)
-    rest = ((word & 0xFFF0) << 16).to(gl.float32, bitcast=True).to(gl.bfloat16)
-    shift = (-128 - (word & 15).to(gl.float32)).to(gl.bfloat16)
-    return upper, rest, shift
-
-
-@gluon.jit
-def int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr):
-    """Same as `int4_w4a16.int4_pair`; scales with a zero point are as by `int4_scales`."""
-    text: gl.constexpr = int4_assembly(byte, has_words)
-    if has_words:
-        one, two = gl.inline_asm_elementwise(
-            text,
-            "=r,=r,r,r,r,r,r,r,r,r",
-            [words, first[0], first[1], first[2], second[0], second[1], second[2]],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        one, two = gl.inline_asm_elementwise(
-            text,
-            "=r,=r,r,r,r,r",
-            [words, first, second],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    return one, two
-
-
-@gluon.jit
-def fp8_pair(words, scale, call: gl.constexpr):
-    """Dequantises two neighbouring parts of a block of FP8, with a column of scales."""
-    text: gl.constexpr = _fp8_assembly(call)
-    one, two = gl.inline_asm_elementwise(
-        text,
-        "=r,=r,r,r",
-        [words],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-    one = (one * scale).to(gl.bfloat16)
-    two = (two * scale).to(gl.bfloat16)
-    return one, two
-
-
-@gluon.constexpr_function
-def _fp8_assembly(call):
-    """Returns PTX for two int32: two bytes of each, moved as by `fp8_w8a16.four`."""
-    lines = [".reg .b32 t;"]
-    for number in range(2):
-        byte = 2 * call + number
-        lines += [
-            f"prmt.b32 t, $2, $3, 0x{12 + byte:x}{4 + byte}{8 + byte:x}{byte};",
-            "shl.b32 t, t, 4;",
-            f"and.b32 ${number}, t, 0x87f087f0;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@gluon.constexpr_function
-def words_layout():
-    """Returns the layout of words with codes that are an operand of WGMMA in registers."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [8, 0], [0, 8], [0, 16]],
-        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 32],
-    )
 
 
 @gluon.constexpr_function

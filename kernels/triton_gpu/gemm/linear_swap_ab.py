@@ -25,6 +25,16 @@ from kernels.triton_gpu.gemm.linear_epilogue import (
     GemmTileConfig,
     SquaresChunks,
 )
+from kernels.triton_gpu.gemm.linear_packed_sm90_mainloop import (
+    FORMATS,
+    FP8,
+    PAIR,
+    WIDTH,
+    WORDS,
+    first_scales,
+    is_supported,
+    words_layout,
+)
 from kernels.triton_gpu.gemm.linear_sm90 import (
     barrier,
     copy_tile,
@@ -35,18 +45,12 @@ from kernels.triton_gpu.gemm.linear_sm90 import (
 )
 from kernels.triton_gpu.gemm.linear_sm90_mainloop import (
     FEW,
-    FORMATS,
-    GROUP,
     MOST_ROWS,
-    PAIR,
     WARPS,
-    WIDTH,
-    WORDS,
     SwapABPipeline,
     accumulate_segments,
-    first_scales,
-    words_layout,
 )
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 
 _RESULT = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [WARPS.value, 1], [1, 0]))
 """Layout of the sums of a tile, `[rows, outputs]`."""
@@ -58,7 +62,7 @@ _REGISTERS, _MORE_REGISTERS, _MANY_REGISTERS = 80, 96, 128
 """Registers of a thread at the launch, which consumers and producer then share differently.
 
 With the first a multiprocessor holds three programs, with the others two. The second is for
-segments and for blocks of rows, the last for tiles of more than `FEW` rows.
+segments and for blocks of rows, the last for more than `FEW` rows and for scales of few inputs.
 """
 
 
@@ -72,20 +76,19 @@ def takes(
     segments: int,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `launch` supports a call: bfloat16, or a weight with scales of 128 inputs.
+    """Returns whether `launch` supports a call.
 
-    Tiles of less than `FEW` rows must contain all rows; larger ones form blocks of rows.
+    See `is_supported`. Tiles of less than `FEW` rows must contain all rows; larger ones form blocks
+    of rows. Without segments the last step can be partial, except in FP8.
     """
     (rows, inputs), width = x.shape, tiles.columns * (2 if is_gated else 1)
     if not tiles.copies_swapped or format not in FORMATS:
         return False
     is_whole = inputs % (segments * tiles.depth) == 0
-    if scales is None:  # TMA fills a partial block with zeros
+    if format != FP8.value:  # TMA fills a partial block with zeros
         is_whole |= segments == 1 and inputs % 8 == 0
-        is_whole &= weight.dtype == torch.bfloat16
-    else:
-        is_whole &= inputs == GROUP.value * scales.shape[1] and tiles.depth >= 2 * GROUP.value
-        is_whole &= scales.dtype in (torch.bfloat16, torch.int32)
+    is_whole &= scales is None or tiles.depth >= 2 * FP8_BLOCK
+    is_whole &= is_supported(format, inputs, weight, scales)
     is_tile = rows <= tiles.rows or FEW.value <= tiles.rows <= MOST_ROWS.value
     is_tile &= width == WIDTH.value and tiles.warps == WARPS.value
     return is_whole and is_tile and x.dtype == torch.bfloat16 and is_on_hopper()
@@ -139,7 +142,7 @@ def launch(
 
 
 def _registers_of(config: GemmTileConfig, *, is_blocked: bool) -> int:
-    if config.rows > FEW.value:
+    if config.rows > FEW.value or 0 < config.loads.format.group < FP8_BLOCK:
         return _MANY_REGISTERS
     return _MORE_REGISTERS if is_blocked or config.segments > 1 else _REGISTERS
 
@@ -301,7 +304,7 @@ def _multiply(
     """
     format: gl.constexpr = config.loads.format
     steps: gl.constexpr = _steps_of(sizes, config)
-    layout: gl.constexpr = words_layout()
+    layout: gl.constexpr = words_layout(format.inputs // format.parts)
     first_row, column = _block_of(num_rows, config, is_blocked)
     is_output, later = True, ()
     if format.packed > 1:
@@ -311,7 +314,7 @@ def _multiply(
         output += lane // config.columns * sizes.N
         scales_at += output // format.scales.outputs * format.scales.scales_in
         if config.is_separate:
-            scales_at += gl.program_id(1) * (steps * config.depth // GROUP)
+            scales_at += gl.program_id(1) * (steps * config.depth // format.group)
         later = first_scales(scales_at, is_output, steps, config)
     if is_launched:
         gdc_wait()
@@ -328,7 +331,7 @@ def _multiply(
 
 @gluon.constexpr_function
 def _steps_of(sizes, config):
-    """Returns the steps of a program; the last one may be partial in bfloat16."""
+    """Returns the steps of a program; the last one may be partial."""
     return -(-sizes.K // config.depth) // (config.segments if config.is_separate else 1)
 
 

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from kernels.triton_gpu.gemm.linear_packed_sm90_mainloop import fp8_pair, int4_pair, scale_of_group
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
-from kernels.triton_gpu.gemm.linear_sm90_mainloop import fp8_pair, int4_pair, int4_scales
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
 from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
 
@@ -341,9 +341,8 @@ def _add_pair(
             scale = scale.to(gl.int16).to(gl.bfloat16, bitcast=True)
         one, two = fp8_pair(words, scale[:, None], byte)
     else:
-        group: gl.constexpr = sizes.loads.weight.row * format.packed // format.scales.scales_in
-        one_scale = _scale_of(stored, at // group, format)
-        two_scale = _scale_of(stored, (at + part) // group, format)
+        one_scale = _scale_of(stored, at // format.group, format)
+        two_scale = _scale_of(stored, (at + part) // format.group, format)
         if format.name == "mxfp4_w4a16":
             one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
         else:
@@ -411,12 +410,8 @@ def _scale_of(stored, group: gl.constexpr, format: gl.constexpr):
     if format.name == "mxfp4_w4a16":
         exponent = (stored[group // 4] >> 8 * (group % 4)) & 0xFF
         scale = (exponent.to(gl.int16) << 7).to(gl.bfloat16, bitcast=True)[:, None]
-    elif format.has_scale_words:
-        upper, rest, shift = int4_scales(stored[group])
-        scale = upper[:, None], rest[:, None], shift[:, None]
     else:
-        word = stored[group // 2] >> 16 * (group % 2)
-        scale = word.to(gl.int16).to(gl.bfloat16, bitcast=True)[:, None]
+        scale = scale_of_group(stored, group, format)
     return scale
 
 

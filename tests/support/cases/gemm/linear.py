@@ -257,18 +257,24 @@ TABLE += [
 TABLE += [
     OpCase(
         op="linear",
-        function="linear_add",
-        name=f"INT4 in groups of 32 26B down, {R} rows",
+        function=function,
+        name=f"INT4 in groups of 32 26B {name}, {R} rows",
         make=partial(
             quantized_arguments,
-            function="linear_add",
+            function=function,
             quantized=QUANTIZED["INT4 in groups of 32"],
             R=R,
-            K=2112,
-            N=2816,
+            K=K,
+            N=N,
         ),
         dtype="bfloat16",
         is_large=True,
+    )
+    for function, name, K, N in (
+        ("rmsnorm_linear", "qkv", 2816, 8192),
+        ("product", "out", 4096, 2816),
+        ("act_and_mul_linear", "gate and up", 2816, 2112),
+        ("linear_add", "down", 2112, 2816),
     )
     for R in (1, 32, 512)
 ]
