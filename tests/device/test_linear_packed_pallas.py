@@ -115,6 +115,43 @@ def test_pallas_packed_rows_match_spec(
     np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "inputs"),
+    [("plain", 2816), ("added", 2816), ("normed", 4096), ("gated", 4096), ("added", 4096)],
+)
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize(("group", "has_zeros"), [(32, False), (32, True), (64, False)])
+def test_pallas_int4_groups_bitwise_equal(
+    group: int, has_zeros: bool, rows: int, kind: str, inputs: int, packed_calls: list[int]
+) -> None:
+    encoding = Int4Encoding(group, "F16" if has_zeros else "BF16", has_zeros=has_zeros)
+    given = {"R": rows, "K": inputs, "N": 896, "kind": kind, "out_type": "bfloat16", "first": 0}
+    given |= {"weights_of": partial(as_w4a16, encoding)}
+    want = in_bfloat16("pallas", cut=tiles(widens=False), **given)
+    cuts = [change for change in tiles_of(rows, kind) if inputs % change.get("depth", 256) == 0]
+    for change in cuts:
+        got = in_bfloat16("pallas", cut=copied("pallas", kind, **change), **given)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(change))
+    assert packed_calls == [rows] * len(cuts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32])
+def test_pallas_int4_groups_match_spec(
+    rows: int, segments: int, packed_calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = linear_segments.product_of("INT4 in groups of 32", "added", rows=rows, inputs=4096)
+    given = given._replace(stream=linear_segments.in_bfloat16(given.stream))
+    want = linear_segments.specified(given, segments, monkeypatch)
+    cut = copied("pallas", "added", separate=True, rows=32, stages=4)
+    got = linear_segments.added("pallas", given, cut, segments, "bfloat16")[0]
+    assert packed_calls == [rows]
+    np.testing.assert_allclose(got, want, rtol=2**-8, atol=1e-4)  # as above
+
+
 def taken(
     rows: int,
     tile_rows: int,
@@ -122,6 +159,7 @@ def taken(
     *,
     format: str = "fp8_w8a16",
     inputs: int = 4096,
+    group: int = 128,
 ) -> bool:
     """Returns whether the kernel supports a call with 4,096 outputs."""
     of: Any = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
@@ -131,7 +169,7 @@ def taken(
     return linear_packed_sm90.takes(
         of((rows, inputs)),
         words,
-        of((2, stored // 128, inputs // 128)),
+        of((2, stored // 128 if format == "fp8_w8a16" else stored, inputs // group)),
         format=format,
         outputs=4096,
         first=0,
@@ -177,3 +215,21 @@ def test_packed_sm90_rejects_blocks_beyond_shared_memory(monkeypatch: pytest.Mon
     assert taken(128, 128, "gated", format="int4_w4a16")
     assert not taken(128, 128, "gated")
     assert taken(128, 64, "gated")
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "inputs", "expected"),
+    [
+        ("int4_w4a16", 32, 2816, True),
+        ("int4_w4a16", 64, 4096, True),
+        ("int4_w4a16", 16, 4096, False),
+        ("int4_w4a16", 256, 4096, False),
+        ("int4_w4a16", 32, 2176, False),  # no whole steps
+        ("fp8_w8a16", 64, 4096, False),
+    ],
+)
+def test_packed_sm90_takes_int4_groups(
+    format: str, group: int, inputs: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_packed_sm90, "has_mosaic", lambda: True)
+    assert taken(8, 16, format=format, group=group, inputs=inputs) == expected

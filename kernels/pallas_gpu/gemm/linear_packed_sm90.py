@@ -27,7 +27,7 @@ from jaxtyping import Float, Int, Int32, Shaped
 from kernels.pallas_gpu.gemm.linear_epilogue import PARTS, SQUARES_AT_ONCE, WIDE, added_up
 from kernels.pallas_gpu.gemm.linear_packed_sm90_mainloop import (
     FORMATS,
-    GROUP,
+    GROUPS,
     WORDS,
     copy_blocks,
     is_large,
@@ -45,6 +45,7 @@ from kernels.pallas_gpu.gemm.linear_swap_ab import SwappedResult
 from kernels.pallas_gpu.gemm.ptx import LAYOUT, inverse_root, plus, times
 from kernels.tiles import LinearTiles
 from shared.models.activation import Activation
+from shared.models.formats.fp8_w8a16 import FP8_BLOCK
 from shared.spec.reduction_order import SquaresOrder
 
 _MOST_SEGMENTS = 8
@@ -95,7 +96,7 @@ def takes(
     segments: int,
     tiles: LinearTiles,
 ) -> bool:
-    """Returns whether `linear` supports a call: few bfloat16 rows, scales of 128 inputs.
+    """Returns whether `linear` supports a call: few bfloat16 rows, scales of `GROUPS` inputs.
 
     `is_plain` states that there is neither a bias nor an LM-head epilogue. The rows are fewer than
     a group of lines, or whole groups; several tiles have `WIDE` rows or more. Segments must be
@@ -107,8 +108,8 @@ def takes(
     is_tile = tiles.columns == WIDE and tiles.warps == WARPS
     is_tile &= rows < LINES or rows % LINES == 0
     is_tile &= rows <= tiles.rows or tiles.rows >= WIDE
-    is_whole = inputs % tiles.depth == 0 and inputs == GROUP * scales.shape[2]
-    is_whole &= tiles.depth % (2 * GROUP) == 0
+    is_whole = inputs % tiles.depth == 0 and tiles.depth % (2 * FP8_BLOCK) == 0
+    is_whole &= inputs in (group * scales.shape[2] for group in GROUPS[format])
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE
     is_whole &= squares is None or squares.shape[1] % SQUARES_AT_ONCE == 0

@@ -26,12 +26,14 @@ FORMATS = {"int4_w4a16": 256, "fp8_w8a16": 128}
 """Formats with a dequantisation below, and their inputs in a block of `WORDS` words."""
 WORDS = 32
 """Words of an output in a block, a shared-memory line."""
-GROUP = 128
+GROUPS = {"int4_w4a16": (32, 64, 128), "fp8_w8a16": (128,)}
 """Inputs of a scale."""
 PAIR = 64
 """Inputs of a product: two parts of a block."""
 AHEAD = 1024
 """Inputs from the loaded scales to the used ones, divided among gate and up."""
+_MOST_SCALES = 16
+"""Scales of a thread's output that are loaded in advance, if these are fewer."""
 _IN_FLIGHT = 2
 """Products that the tensor cores have yet to finish while the next part is dequantised; 1 of them
 with a gate, so that two programs have enough registers on a multiprocessor. A step has more
@@ -78,8 +80,11 @@ def sums_of(refs, shared, work, format, column, begin):
     Returns the accumulators, outputs by rows.
     """
     tiles, layer = work.tiles, refs.layer[0]
-    groups, inputs = tiles.depth // GROUP, FORMATS[format]
-    blocks, ahead = tiles.depth // inputs, max(1, AHEAD // work.weights // tiles.depth)
+    inputs = FORMATS[format]
+    group = refs.weights.shape[-1] * (inputs // WORDS) // refs.scales.shape[-1]
+    groups, blocks = tiles.depth // group, tiles.depth // inputs
+    ahead = min(AHEAD // work.weights // tiles.depth, _MOST_SCALES // work.weights // groups)
+    ahead = max(1, ahead)
     outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
     share, _ = shares_of(refs.weights.shape, refs.scales.shape)
     in_flight = _IN_FLIGHT // work.weights
@@ -109,7 +114,9 @@ def sums_of(refs, shared, work, format, column, begin):
                 for number in range(inputs // PAIR):
                     first = block * inputs + number * PAIR
                     x = shared.rows.at[slot, :, pl.ds(first, PAIR)]
-                    weight = dequantised(words, scales[i][first // GROUP], number, format)
+                    both = dict.fromkeys((first // group, (first + PAIR // 2) // group))
+                    stored = [scales[i][at] for at in both]
+                    weight = dequantised(words, stored, number, format)
                     plgpu.wgmma(sums_ref, weight, x.transpose((1, 0)))
                     plgpu.wgmma_wait(in_flight)
                     products += 1
@@ -138,24 +145,33 @@ def _stored(refs, layer, output, share, group):
 
 
 def dequantised(words, stored, number, format):
-    """Dequantises two neighbouring parts of a block as an operand of WGMMA in registers."""
+    """Dequantises two neighbouring parts of a block as an operand of WGMMA in registers.
+
+    `stored` are the scales of each part, or those of both.
+    """
     if format == "int4_w4a16":
-        scales = int4_scales(stored)
-        texts = [int4_assembly(2 * number + i, scales.rest is not None) for i in range(2)]
-        columns = [scales.upper, *([] if scales.rest is None else [scales.rest, scales.shift])]
+        columns = [_columns(int4_scales(each)) for each in stored]
+        texts = [int4_assembly(2 * number + i, len(columns[0]) > 1) for i in range(2)]
     else:
+        columns = [[each] for each in stored]
         texts = [fp8_assembly(2 * number + i, is_scaled=True) for i in range(2)]
-        columns = [stored]
-    columns = [_across(column, words.shape) for column in columns]
+    count = len(columns[0])
+    columns = [_across(column, words.shape) for each in columns for column in each]
     kind = plgpu.ShapeDtypeStruct((WIDE, PAIR), jnp.bfloat16, layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT,) * (1 + len(columns)), return_type=kind)
     def apply(_, words, *columns):
-        parts = [words._pointwise(functools.partial(_two_codes, text), *columns) for text in texts]
+        each = zip(texts, (columns[:count], columns[-count:]), strict=True)
+        parts = [words._pointwise(functools.partial(_two_codes, text), *own) for text, own in each]
         registers = np.concatenate([part.registers for part in parts], axis=1)
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=None)
 
     return apply(words, *columns)
+
+
+def _columns(scales):
+    """Returns the operands of `int4_assembly`."""
+    return [scales.upper, *([] if scales.rest is None else [scales.rest, scales.shift])]
 
 
 def _across(column, shape):

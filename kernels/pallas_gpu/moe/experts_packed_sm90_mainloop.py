@@ -202,7 +202,7 @@ def sums_of(refs, shared, work, expert, column):
                 if work.format == FP8:
                     number, inner = divmod(inputs, FP8_BLOCK)
                     scales = _column_of(loaded[number], work)
-                    weight = dequantised(words, scales, inner // PRODUCT, FP8)
+                    weight = dequantised(words, [scales], inner // PRODUCT, FP8)
                 else:
                     if inputs % FOUR == 0:
                         # The scales of inputs that do not exist must be finite.
