@@ -27,6 +27,9 @@ MOST_SEPARATE_BLOCKS = 512
 MOST_ROW_WARPS = 8
 """Maximum warps of a program that reads one row."""
 
+MOST_VALUE_ROWS = 256
+"""Maximum rows of `norm_values` in one kernel: of many rows, a norm and a copy are faster."""
+
 
 def row_warps(size: int) -> int:
     """Returns the warps of a program that reads one row of `size` elements: a power of two."""

@@ -10,6 +10,7 @@ import pytest
 
 import jax_impl.ops as jax_ops
 from jax_impl.ops.attention import attention_layer as jax_attention_layer
+from kernels.kernel_limits import MOST_VALUE_ROWS
 from shared.spec.attention_layer import norm_values
 from shared.spec.reduction_order import SQUARES
 from tests.support.cases.gemm.layers import values_arguments
@@ -64,8 +65,9 @@ def normed(language: str, given: Arguments) -> np.ndarray:
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_norm_values_matches_spec(case: OpCase, implementation: Implementation) -> None:
     given = case.arguments(seed=0)
-    got = implementation("attention_layer").norm_values(**given)
-    np.testing.assert_allclose(got, norm_values(**given), rtol=1e-5, atol=1e-6)
+    args = [given[name] for name in ("qkv", "heads", "eps", "are_keys")]
+    got = implementation("attention_layer").norm_values(*args)
+    np.testing.assert_allclose(got, norm_values(*args), rtol=1e-5, atol=1e-6)
 
 
 @each_language
@@ -83,6 +85,14 @@ def test_norm_values_kernel_bits_equal_rms_norm(kind: str, language: str) -> Non
     np.testing.assert_array_equal(got, want)
     assert np.isnan(got[1]).any()
     assert np.isfinite(got[[0, 2]]).all()
+
+
+@each_language
+def test_norm_values_bits_independent_of_rows(language: str) -> None:
+    """More than `MOST_VALUE_ROWS` rows are a norm and a copy."""
+    given = made("K = V")
+    many = given | {"qkv": np.tile(given["qkv"], (MOST_VALUE_ROWS, 1))}
+    np.testing.assert_array_equal(normed(language, many)[:3], normed(language, given))
 
 
 @each_kind
