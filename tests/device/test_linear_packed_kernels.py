@@ -1,10 +1,12 @@
 """GEMMs with packed weights in `linear_swap_ab`: bits of the ordinary kernel.
 
-Of 33 to 256 rows, and of few rows with INT4 scales of less than 128 inputs or a partial last step.
+Of 33 to 256 rows, and of few rows by `mma.sync`, or with INT4 scales of less than 128 inputs or a
+partial last step.
 """
 
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -79,6 +81,32 @@ def test_triton_packed_many_rows_match_spec(
     assert len(copied_calls) == 2 * len(cuts(format, "added"))
     spec = specified(given, segments, monkeypatch)
     np.testing.assert_allclose(want[0], spec, rtol=1e-5, atol=1e-5)  # sums in other orders
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kind", ["plain", "normed", "gated", "biased, times, added"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("format", WEIGHTS)
+def test_triton_packed_mma_sync_bitwise_equal(
+    format: str,
+    rows: int,
+    kind: str,
+    copied_calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs that share a multiprocessor multiply by another instruction."""
+    given = {"R": rows, "K": 3072, "N": 896, "kind": kind, "out_type": "bfloat16", "first": 0}
+    given |= {"weights_of": WEIGHTS[format]}
+    want = in_bfloat16("triton", cut=tiles(widens=False), **given)
+    for multiprocessors in (1, 132):
+        module = KERNELS["triton"]["linear"]
+        monkeypatch.setattr(module, "_multiprocessors", lambda _, each=multiprocessors: each)
+        for depth in (256, 512):
+            cut = copied("triton", kind, rows=16, depth=depth, stages=3)
+            for one, other in zip(in_bfloat16("triton", cut=cut, **given), want, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"{cut}, {multiprocessors}")
+    assert copied_calls == [8] * 4
 
 
 GROUP_TILES = ((16, 256, 4), (16, 512, 3), (32, 256, 5), (128, 256, 3))
@@ -211,3 +239,37 @@ def test_triton_packed_takes_tiles_of_many_rows(
         tiles=copied("triton", "added", **change),
     )
     assert found == taken
+
+
+@pytest.mark.parametrize(
+    ("format", "rows", "programs", "is_sync"),
+    [
+        ("INT4", 8, 133, True),
+        ("INT4", 8, 132, False),
+        ("FP8", 9, 384, False),
+        (None, 1, 384, False),
+    ],
+)
+def test_triton_packed_programs_that_share_use_mma_sync(
+    format: str | None, rows: int, programs: int, is_sync: bool
+) -> None:
+    launch = import_module("kernels.triton_gpu.gemm.linear_launch")
+    stored, scales = torch.empty((896, 3072), dtype=torch.bfloat16), None
+    if format is not None:
+        per = 4 if format == "FP8" else 8
+        stored = torch.empty((896, 3072 // per), dtype=torch.int32)
+        scales = torch.empty((7 if format == "FP8" else 896, 24), dtype=torch.bfloat16)
+    names = {"FP8": "fp8_w8a16", "INT4": "int4_w4a16", None: "plain"}
+    tiling = launch.GemmTiling.of(
+        torch.empty((rows, 3072), dtype=torch.bfloat16),
+        stored,
+        scales,
+        copied("triton", "added", rows=16),
+        format=names[format],
+        is_gated=False,
+        is_wide=False,
+        is_copied=True,
+        is_adapted=False,
+        segments=1,
+    )
+    assert tiling.is_sync(programs, 132) == is_sync

@@ -20,7 +20,7 @@ COPIED = {"swapped": True, "described": True, "persistent": False, "widens": Fal
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="cuda")
 
-def compile(format, kind, segments=1, R=128, K=K, group=128, has_zeros=False, **change):
+def compile(format, kind, segments=1, R=128, K=K, N=N, group=128, has_zeros=False, **change):
     is_gated = kind == "gated"
     stored, packed = N * (1 + is_gated), PACKED.get(format)
     cut = COPIED | {"columns": 32 if is_gated else 64, "depth": 256, "separate": segments > 1}
@@ -62,6 +62,8 @@ with absent_cuda(is_whole=True) as compiler:
         compile("int4_w4a16", "gated", R=1, K=2816, rows=16, stages=4, **how)
         compile("int4_w4a16", "added", R=8, K=8192, segments=2, rows=16, stages=8, **how)
         compile("int4_w4a16", "added", R=32, K=2112, rows=32, stages=5, **how)
+    for format in ("fp8_w8a16", "int4_w4a16"):  # by `mma.sync`
+        compile(format, "gated", R=8, N=12288, rows=16, stages=2)
     for kernel in compiler.kernels:
         print(kernel.name, kernel.spilled_bytes, kernel.registers, kernel.shared_bytes)
 """
@@ -74,8 +76,8 @@ def test_swap_ab_linear_compiles_without_spills(tmp_path: Path) -> None:
     INT4 scales of 32 inputs, with a zero point each and a partial last step, fit in registers.
     """
     found = compiled_by(COMPILES, tmp_path)
-    assert len(found) == 24
+    assert len(found) == 26
     assert {kernel.name for kernel in found} == {"_linear_swap_ab_kernel"}
     assert {kernel.spilled for kernel in found} == {0}
-    assert [kernel.registers for kernel in found] == [128] * 7 + [80] * 8 + [128] * 9
+    assert [kernel.registers for kernel in found] == [128] * 7 + [80] * 8 + [128] * 9 + [80] * 2
     assert max(kernel.shared for kernel in found[7:15]) <= HALF_BYTES

@@ -140,6 +140,7 @@ def product(
     is_separate = tiling.is_separate(resident)
     results = results.in_parts(tiling, arrivals) if is_separate else results
     programs = tiling.blocks * (segments if is_separate else 1)
+    is_sync = is_copied and tiling.is_sync(programs, _multiprocessors(x.device))
     is_interpreted = not launching(x)["is_launched"]
     _launch(
         *((x, weight) if is_wide or is_copied else tiling.described(x, weight)),
@@ -153,7 +154,10 @@ def product(
         sizes=results.sizes(tiling, fused, gather),
         squares=squares_chunks(squares, order),
         config=tiling.config(
-            is_persistent=is_persistent, is_separate=is_separate, is_interpreted=is_interpreted
+            is_persistent=is_persistent,
+            is_separate=is_separate,
+            is_sync=is_sync,
+            is_interpreted=is_interpreted,
         ),
         **launching(x),
     )
@@ -209,8 +213,7 @@ def launching(x: Tensor) -> dict[str, bool]:
 
     Multiply-add fusion is off: same bits as Pallas. A kernel may launch before the previous one
     ends (programmatic dependent launch), so each waits before it accesses memory that the previous
-    kernel uses. Kernels before that have ended, except at the launch after a GEMM that is added to
-    the residual stream, see `LinearTiles.trigger`.
+    kernel uses. Kernels before that have ended.
     """
     if not x.is_cuda:
         return {"is_launched": False}

@@ -113,6 +113,7 @@ class GemmTileConfig(NamedTuple):
         there is none.
       depth, stages: Inputs per step, and pipeline stages.
       segments, is_separate: Segments of the inputs, and whether they have programs of their own.
+      is_sync: Whether `linear_swap_ab` multiplies by `mma.sync`, not WGMMA.
       loads: Loads of the operands.
     """
 
@@ -126,6 +127,7 @@ class GemmTileConfig(NamedTuple):
     is_separate: bool
     is_swapped: bool
     is_persistent: bool
+    is_sync: bool
     loads: TileLoads
 
 

@@ -37,6 +37,8 @@ _DESCRIBED_BYTES = 16
 """Alignment in bytes that TMA descriptors require of row strides."""
 _LINE_BYTES = 128
 """Bytes of an output in a block of `linear_swap_ab`."""
+_SYNC_ROWS = 8
+"""Rows of an `mma.sync`."""
 
 
 class FusedInputs(NamedTuple):
@@ -192,8 +194,18 @@ class GemmTiling:
         words = self.rows * self.tiles.columns * item_bytes // 4
         return max(1, min(4, words // (32 * self.tiles.warps)))
 
+    def is_sync(self, programs: int, multiprocessors: int) -> bool:
+        """Returns whether `linear_swap_ab` multiplies by `mma.sync`, with the same bits.
+
+        It needs 324 instructions a warp and 256 packed inputs, WGMMA 375, which counts if several
+        programs share a multiprocessor. One alone waits for its chain of products instead, and
+        that of WGMMA is faster, as it is with more rows than one `mma.sync` has.
+        """
+        is_few = self.format.packed > 1 and self.rows <= _SYNC_ROWS
+        return is_few and programs > multiprocessors
+
     def config(
-        self, *, is_persistent: bool, is_separate: bool, is_interpreted: bool
+        self, *, is_persistent: bool, is_separate: bool, is_sync: bool, is_interpreted: bool
     ) -> GemmTileConfig:
         """Returns the constants of the kernels."""
         is_packed = self.format.packed > 1
@@ -220,6 +232,7 @@ class GemmTiling:
             is_separate=is_separate,
             is_swapped=self.tiles.swapped,
             is_persistent=is_persistent,
+            is_sync=is_sync,
             loads=loads,
         )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     warpgroup_mma,
@@ -177,7 +178,7 @@ def accumulate_segments(
     rows: gl.constexpr = config.rows
     segments: gl.constexpr = 1 if config.is_separate else config.segments
     length: gl.constexpr = steps // segments
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, rows, 16])
+    sums: gl.constexpr = _sums_of(rows, config.is_sync)
     total = gl.zeros((WIDTH, rows), gl.float32, sums)
     slot, phase = 0, 0
     if segments == 1:
@@ -232,6 +233,8 @@ def _accumulate(
     ahead: gl.constexpr = steps_ahead(config)
     layout: gl.constexpr = words_layout(WORDS)
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    rows_operand: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
+    is_sync: gl.constexpr = config.is_sync
     for number in range(length):
         step = first + number
         if is_packed:
@@ -251,17 +254,31 @@ def _accumulate(
             else:
                 pair = ring.weight.index(slot * blocks + call).reshape((WIDTH, PAIR))
             x = ring.rows.index(slot * calls + call)
-            acc = warpgroup_mma(pair, x.permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=_IN_FLIGHT, deps=(acc,))
-            if call == _IN_FLIGHT - 1:  # the products in flight are of this step
-                before = ring.free.index((slot + stages - 1) % stages)
-                mbarrier.arrive(before, count=1, pred=step > 0)
+            if is_sync:
+                acc = mma_v2(pair, x.permute((1, 0)).load(rows_operand), acc)
+            else:
+                acc = warpgroup_mma(pair, x.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(num_outstanding=_IN_FLIGHT, deps=(acc,))
+                if call == _IN_FLIGHT - 1:  # the products in flight are of this step
+                    before = ring.free.index((slot + stages - 1) % stages)
+                    mbarrier.arrive(before, count=1, pred=step > 0)
+        if is_sync:
+            mbarrier.arrive(ring.free.index(slot), count=1)
         slot += 1
         if slot == stages:
             slot = 0
             phase ^= 1
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    if not is_sync:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     return acc, later, slot, phase
+
+
+@gluon.constexpr_function
+def _sums_of(rows, is_sync):
+    """Returns the layout of the sums of `WIDTH` outputs."""
+    if is_sync:
+        return gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, rows, 16])
 
 
 @gluon.constexpr_function

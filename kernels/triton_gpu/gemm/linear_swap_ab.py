@@ -1,4 +1,4 @@
-"""WGMMA GEMM of few rows, with TMA and warp specialisation (Gluon).
+"""GEMM of few rows on tensor cores, with TMA and warp specialisation (Gluon).
 
 Outputs are the wide side of the tensor core, rows the narrow one. One producer warp copies blocks
 of the weight and of the rows by TMA, and the first blocks of the weight even before the previous
