@@ -112,7 +112,6 @@ def takes(
     is_whole &= inputs in (group * scales.shape[2] for group in GROUPS[format])
     # All outputs of a tile are in one block of scales.
     is_whole &= outputs % WIDE == 0 and first % WIDE == 0 and order.chunk == WIDE
-    is_whole &= squares is None or squares.shape[1] % SQUARES_AT_ONCE == 0
     is_typed = x.dtype == jnp.bfloat16 and x.dtype == out_type
     is_typed &= scales.dtype in (jnp.bfloat16, jnp.int32)
     is_typed &= added is None or added.dtype == x.dtype
@@ -134,13 +133,18 @@ def _parts(rows, weights, added):
     return 1 if is_large(rows, weights) and added is None else PARTS
 
 
+def _filled(chunks):
+    """Returns the sums of squares of a row in whole columns of the layout."""
+    return pl.cdiv(chunks, SQUARES_AT_ONCE) * SQUARES_AT_ONCE
+
+
 def _stages(tiles, rows, format, squares, added, *, weights, segments):
     """Returns the stages of a call, at most those that shared memory has space for."""
     rows = _rows(tiles, rows)
     words = weights * WIDE * (tiles.depth // FORMATS[format]) * WORDS
     fixed = _parts(rows, weights, added) * rows * WIDE * 2 + (segments - 1) * WIDE * rows * 4
     if squares is not None:
-        fixed += max(WIDE, rows) * (squares.shape[1] + 1) * 4
+        fixed += max(WIDE, rows) * (_filled(squares.shape[1]) + 1) * 4
     return min(tiles.stages, (_SHARED_BYTES - fixed) // (rows * tiles.depth * 2 + words * 4))
 
 
@@ -180,6 +184,9 @@ def linear(
 ]:
     """Same as `linear.product`, for arrays that `takes` accepts."""
     (R, inputs), N = x.shape, (weights.shape[1] - first) // (2 if is_gated else 1)
+    if squares is not None:  # zeros add nothing
+        chunks = squares.shape[1]
+        squares = jnp.pad(squares, ((0, 0), (0, _filled(chunks) - chunks)))
     sizes = {"weights": 2 if is_gated else 1, "segments": segments}
     stages = _stages(tiles, R, format, squares, added, **sizes)
     tiles = replace(tiles, rows=_rows(tiles, R), stages=stages)
