@@ -80,6 +80,6 @@ class CacheArraySpec:
         return prod(self.shape) * (4 if self.float32 else item)
 
 
-def cache_bytes(planes: tuple[CacheArraySpec, ...], item: int) -> int:
+def cache_bytes(arrays: tuple[CacheArraySpec, ...], item: int) -> int:
     """Returns the bytes of an entry of all arrays in one layer."""
-    return sum(plane.piece_bytes(item) for plane in planes)
+    return sum(array.piece_bytes(item) for array in arrays)

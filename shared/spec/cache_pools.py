@@ -10,11 +10,11 @@ from shared.models.mixers import MixerConfig
 from shared.spec import recurrent_state
 from shared.spec.recurrent_state import RecurrentState
 
-KV = Float[np.ndarray, "L planes P page H D"]
-"""Page pools of some layers: one plane for each cache array, such as keys and values. Page 0 is
-reserved for padding."""
+KV = Float[np.ndarray, "L arrays P page H D"]
+"""Page pools of some layers: an array each, such as keys and values. Page 0 is reserved for
+padding."""
 
-Pools = tuple[Float[np.ndarray, "_ planes _ page _ _"], ...]
+Pools = tuple[Float[np.ndarray, "_ arrays _ page _ _"], ...]
 """Page pools of a model, in the order of `ModelConfig.kv_pools`."""
 
 

@@ -305,8 +305,8 @@ def token_mixer(
     visible = with_sliding_window(rows, attention.window)
     cos_sin = angles(attention, rows)
     keys, values = kv[layer]
-    out, *planes = mix_heads(qkv, heads, norms, cos_sin, visible, keys, values, sinks)
-    return out * np.float32(attention.out_factor), _replaced(kv, layer, planes)
+    out, *arrays = mix_heads(qkv, heads, norms, cos_sin, visible, keys, values, sinks)
+    return out * np.float32(attention.out_factor), _replaced(kv, layer, arrays)
 
 
 def latent_mixer(
@@ -444,7 +444,7 @@ def _added(
     return added_norm(out, end_norm, config.rms_eps, stream, scalar, norm)
 
 
-def _replaced(kv: KV, layer: int, planes: Sequence[Float[np.ndarray, "P page H D"]]) -> KV:
+def _replaced(kv: KV, layer: int, arrays: Sequence[Float[np.ndarray, "P page H D"]]) -> KV:
     kv = kv.copy()
-    kv[layer] = planes
+    kv[layer] = arrays
     return kv

@@ -126,8 +126,8 @@ class JaxModel:
     def kv(self, layer: int) -> tuple[Array, ...]:
         pool, index = pool_of(self._config, layer)
         pages = self._kv[pool][index]
-        planes = (np.asarray(attention.read(each, ints(TABLE))) for each in pages)
-        return tuple(each[0, : self._length] for each in planes)
+        arrays = (np.asarray(attention.read(each, ints(TABLE))) for each in pages)
+        return tuple(each[0, : self._length] for each in arrays)
 
     def mtp(
         self, tokens: Array, hidden: Array, first_position: int, images: Images | None = None

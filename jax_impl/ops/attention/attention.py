@@ -20,7 +20,7 @@ from jax_impl.ops.trees import draft_tree
 from shared.spec.attention import QUERIES
 from shared.spec.reduction_order import ATTENTION
 
-KV = Float[jax.Array, "L planes P page Hk D"]
+KV = Float[jax.Array, "L arrays P page Hk D"]
 Pools = tuple[KV, ...]
 """KV pools of a model or drafter, in the order of `ModelConfig.kv_pools`."""
 WindowPageTables = Mapping[int, Int[jax.Array, "B table"]]

@@ -241,7 +241,7 @@ def _nodes_of(window_ref, row, nodes):
 
 
 def _places(seen, pages, places):
-    """Returns the pool indices of rows: layer, plane, page, offset in the page, head."""
+    """Returns the pool indices of rows: layer, array, page, offset in the page, head."""
     return seen.layer, 0, pages, places[:, None], 0
 
 

@@ -17,7 +17,7 @@ from torch_impl.ops import Kernels, clamp_rows, is_bfloat16, kernel_or_reference
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.trees import draft_tree
 
-KV = Float[Tensor, "L planes pages page H D"]
+KV = Float[Tensor, "L arrays pages page H D"]
 Pools = tuple[KV, ...]
 """KV pools of a model or drafter, in the order of `ModelConfig.kv_pools`."""
 WindowPageTables = Mapping[int, Int[Tensor, "B table"]]

@@ -90,19 +90,19 @@ class PagedKV:
       paths: Tree paths of the rows; for a kernel only.
     """
 
-    pools: Float[Tensor, "L planes pages page Hk D"]
+    pools: Float[Tensor, "L arrays pages page Hk D"]
     bounds: Int[Tensor, "B bounds"]
     arrivals: Int[Tensor, "B counters"]
     paths: Int[Tensor, "R N"]
 
     @classmethod
-    def of(cls, pools: Float[Tensor, "L planes pages page Hk D"], rows: AttentionRows) -> "PagedKV":
+    def of(cls, pools: Float[Tensor, "L arrays pages page Hk D"], rows: AttentionRows) -> "PagedKV":
         """Builds the KV pools for a pass over the rows."""
         return cls(pools, *row_bounds(rows, pools.shape[4]))
 
     @classmethod
     def without_bounds(
-        cls, pools: Float[Tensor, "L planes pages page Hk D"], rows: AttentionRows
+        cls, pools: Float[Tensor, "L arrays pages page Hk D"], rows: AttentionRows
     ) -> "PagedKV":
         """Builds the KV pools for kernels that read no row bounds."""
         return cls(pools, *_no_bounds(rows, pools.shape[4]))
@@ -280,7 +280,7 @@ def plain_write_kv(
     norms: HeadNorms,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L planes pages page Hk D"],
+    kv: Float[Tensor, "L arrays pages page Hk D"],
     layer: int,
 ) -> None:
     """Writes the KV of rows that run no attention, in place in the pools of one layer of `kv`."""
@@ -297,7 +297,7 @@ def kernel_write_kv(
     norms: HeadNorms,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L planes pages page Hk D"],
+    kv: Float[Tensor, "L arrays pages page Hk D"],
     layer: int,
 ) -> None:
     _place(kernels, projected, heads, norms, angles, rows, kv, layer)
@@ -313,7 +313,7 @@ def _place(
     norms: HeadNorms | None,
     angles: Angles,
     rows: AttentionRows,
-    kv: Float[Tensor, "L planes pages page Hk D"],
+    kv: Float[Tensor, "L arrays pages page Hk D"],
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
     """Writes the rows' own keys and values with a kernel; returns the queries for attention."""
