@@ -178,14 +178,21 @@ def int4_pair(words, first, second, byte: gl.constexpr, has_words: gl.constexpr)
             pack=2,
         )
     else:
-        one, two = gl.inline_asm_elementwise(
-            text,
-            "=r,=r,r,r,r,r",
-            [words, first, second],
-            dtype=(gl.bfloat16, gl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+        one, two = four_bit_pair(words, first, second, text)
+    return one, two
+
+
+@gluon.jit
+def four_bit_pair(words, first, second, text: gl.constexpr):
+    """Dequantises one byte of packed codes, each part with a column of scales."""
+    one, two = gl.inline_asm_elementwise(
+        text,
+        "=r,=r,r,r,r,r",
+        [words, first, second],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
     return one, two
 
 

@@ -7,7 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from kernels.triton_gpu.gemm.linear_packed_sm90_mainloop import fp8_pair, int4_pair, scale_of_group
+from kernels.triton_gpu.gemm.linear_packed_sm90_mainloop import (
+    four_bit_pair,
+    fp8_pair,
+    int4_pair,
+    scale_of_group,
+)
 from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
 from kernels.triton_gpu.gemm.moe_gemm_tiles import ExpertTile
 from kernels.triton_gpu.gemm.mxfp4_w4a16 import mxfp4_assembly
@@ -344,7 +349,7 @@ def _add_pair(
         one_scale = _scale_of(stored, at // format.group, format)
         two_scale = _scale_of(stored, (at + part) // format.group, format)
         if format.name == "mxfp4_w4a16":
-            one, two = _mxfp4_pair(words, one_scale, two_scale, byte)
+            one, two = four_bit_pair(words, one_scale, two_scale, mxfp4_assembly(byte))
         else:
             one, two = int4_pair(words, one_scale, two_scale, byte, format.has_scale_words)
     acc = _add(acc, one, x, first + at, config)
@@ -388,20 +393,6 @@ def _load_line(place, config: gl.constexpr):
         words = gl.reshape(place.load(layout), (2, width // 16, 8, columns))
         words = gl.reshape(gl.permute(words, (1, 0, 2, 3)), (width, columns))
     return words
-
-
-@gluon.jit
-def _mxfp4_pair(words, first, second, byte: gl.constexpr):
-    text: gl.constexpr = mxfp4_assembly(byte)
-    one, two = gl.inline_asm_elementwise(
-        text,
-        "=r,=r,r,r,r,r",
-        [words, first, second],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-    return one, two
 
 
 @gluon.jit
