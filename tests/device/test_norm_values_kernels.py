@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_impl.ops as jax_ops
+import torch_impl.ops as torch_ops
 from jax_impl.ops.attention import attention_layer as jax_attention_layer
 from kernels.kernel_limits import MOST_VALUE_ROWS
 from shared.spec.attention_layer import norm_values
@@ -24,6 +25,7 @@ from tests.support.kernels import (
     share_arithmetic,
 )
 from tests.support.op_case import Arguments, OpCase, table
+from torch_impl.ops.attention import attention_layer as torch_attention_layer
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -87,12 +89,15 @@ def test_norm_values_kernel_bits_equal_rms_norm(kind: str, language: str) -> Non
     assert np.isfinite(got[[0, 2]]).all()
 
 
-@each_language
-def test_norm_values_bits_independent_of_rows(language: str) -> None:
-    """More than `MOST_VALUE_ROWS` rows are a norm and a copy."""
+def test_norm_values_bits_independent_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than `MOST_VALUE_ROWS` rows are a norm and a copy, by the same operation."""
     given = made("K = V")
-    many = given | {"qkv": np.tile(given["qkv"], (MOST_VALUE_ROWS, 1))}
-    np.testing.assert_array_equal(normed(language, many)[:3], normed(language, given))
+    bind_kernels(monkeypatch, torch_ops, KERNELS["triton"])
+    rows = to_torch(np.tile(given["qkv"], (MOST_VALUE_ROWS, 1))).to("cuda" if ON_GPU else "cpu")
+    heads, eps, are_keys = given["heads"], given["eps"], given["are_keys"]
+    got = torch_attention_layer.norm_values(rows, heads, eps, are_keys).float().cpu().numpy()
+    for language in KERNELS:
+        np.testing.assert_array_equal(got[:3], normed(language, given))
 
 
 @each_kind
@@ -103,11 +108,16 @@ def test_norm_values_kernels_bitwise_equal(kind: str, monkeypatch: pytest.Monkey
         np.testing.assert_array_equal(got, found[0])
 
 
-def test_jax_norm_values_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "name"), [(3, "norm_values"), (MOST_VALUE_ROWS + 1, "rms_norm")])
+def test_jax_norm_values_is_one_kernel(
+    rows: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bind_kernels(monkeypatch, jax_ops, KERNELS["pallas"])
     given = made("sliding")
+    qkv = np.resize(given["qkv"], (rows, given["qkv"].shape[1]))
     call = partial(jax_attention_layer.norm_values, **{k: given[k] for k in ("heads", "eps")})
-    traced = jax.jit(partial(call, are_keys=False)).trace(given["qkv"])
+    traced = jax.jit(partial(call, are_keys=False)).trace(qkv)
     for platform, count in (("cuda", 1), ("cpu", 0)):
-        lowered = traced.lower(lowering_platforms=(platform,))
-        assert lowered.as_text().count("xla.gpu.triton") == count
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("xla.gpu.triton") == count
+        assert (f'name = "{name}"' in text) == (count > 0)

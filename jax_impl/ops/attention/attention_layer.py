@@ -22,7 +22,7 @@ from jax_impl.ops import (
 from jax_impl.ops.attention.attention import KV, AttentionRows, attend, write
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
-from kernels.kernel_limits import MOST_NODES
+from kernels.kernel_limits import MOST_NODES, MOST_VALUE_ROWS
 from kernels.tiles import BLOCKS, MOST_LANES
 from kernels.tree_blocks import attention_layer_tiles
 from shared.boundary.tp_group import TPGroup
@@ -284,7 +284,12 @@ def kernel_norm_values(
     return kernels.layers.norm_values(qkv, eps, **how, order=SQUARES)
 
 
-norm_values = kernel_or_reference(kernel_norm_values, plain_norm_values, is_bfloat16)
+def is_bfloat16_of_few_rows(qkv: jax.Array) -> bool:
+    """Returns True if one kernel is faster than the norm of the values and a copy."""
+    return is_bfloat16(qkv) and len(qkv) <= MOST_VALUE_ROWS
+
+
+norm_values = kernel_or_reference(kernel_norm_values, plain_norm_values, is_bfloat16_of_few_rows)
 
 
 def scale_queries(

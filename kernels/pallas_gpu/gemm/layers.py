@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from kernels.kernel_limits import MOST_VALUE_ROWS, row_warps
+from kernels.kernel_limits import row_warps
 from kernels.pallas_gpu.gemm.activation import soft_capped
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.reduction_order import SquaresOrder
@@ -129,11 +129,6 @@ def norm_values(
     the norm is computed.
     """
     R, outputs = qkv.shape
-    if R > MOST_VALUE_ROWS:
-        values = qkv[:, stored:].reshape(-1, head_size)
-        values = rms_norm(values, None, eps, order=order, interpret=interpret)
-        others = qkv if are_keys else qkv[:, :stored]
-        return jnp.concatenate([others, values.reshape(R, -1)], axis=1)
     appended = outputs - stored if are_keys else 0
     sizes = {"appended": appended, "others": stored + appended, "size": head_size}
     return pl.pallas_call(

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.kernel_limits import MOST_VALUE_ROWS, row_warps
+from kernels.kernel_limits import row_warps
 from kernels.triton_gpu.gemm.activation import soft_capped
 from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
@@ -104,9 +104,6 @@ def norm_values(
     the norm is computed.
     """
     qkv, (R, outputs) = qkv.contiguous(), qkv.shape
-    if R > MOST_VALUE_ROWS:
-        values = rms_norm(qkv[:, stored:].reshape(-1, head_size), None, eps, order=order)
-        return torch.cat([qkv if are_keys else qkv[:, :stored], values.view(R, -1)], dim=1)
     appended = outputs - stored if are_keys else 0
     out = qkv.new_empty((R, outputs + appended))
     sizes = {"outputs": outputs, "appended": appended, "others": stored + appended}
